@@ -102,9 +102,7 @@ class SemanticBranches(CriticalTokens):
 def semantic_entropy(log_probs: Tensor, embeddings: Tensor, candidates: int) -> Tensor:
     """-H sum over i != j of p_i p_j cos(e_i, e_j) of log_probs [n,V] of the next token: [n] (ROSE, 2601.05053,
     its released code).
-
-    H: the entropy of the token, in nats. e: embeddings [V,D]. The sum is over pairs of the likeliest `candidates`.
-    """
+    H: the entropy of the token, in nats. e: embeddings [V,D]. The sum is over pairs of the likeliest `candidates`."""
     log_probs = log_probs.float()
     top = log_probs.topk(min(candidates, log_probs.shape[1]), dim=1)
     shares, vectors = top.values.exp(), torch.nn.functional.normalize(embeddings.float()[top.indices], dim=-1)

@@ -187,10 +187,8 @@ def answers(text: str, count: int) -> list[bool | None]:
 
 def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | None:
     """Weight of the met criteria over that of the positive ones, both of those with an answer, in [0, 1].
-
     Met criteria of negative weight lower it. 0 where a needed one is unmet, or one of negative weight is met that was
-    needed to stay away. None if no positive one, and no veto, has an answer.
-    """
+    needed to stay away. None if no positive one, and no veto, has an answer."""
     known = [(value, criterion) for value, criterion in zip(met, criteria) if value is not None]
     if any(criterion.needed and value == (criterion.weight < 0) for value, criterion in known):
         return 0.0
@@ -200,8 +198,7 @@ def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | 
 
 
 def parse_criteria(criteria: object) -> list[Criterion]:
-    """Criteria with their weights, 1 if not given.
-    Raises UserError for anything else than a list of these."""
+    """Criteria with their weights, 1 if not given. Raises UserError for anything else than a list of these."""
     result = []
     for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
         entry: dict[str, Any] = criterion if isinstance(criterion, dict) else {"text": criterion}

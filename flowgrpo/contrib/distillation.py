@@ -191,9 +191,7 @@ class MatchedStudent(Extension):
 
     def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
         """Train the fake score before each optimizer step, and add steps of the match alone.
-
-        The schedule counts the method's steps. Without rewards, or with a surrogate, none has parts of its own.
-        """
+        The schedule counts the method's steps. Without rewards, or with a surrogate, none has parts of its own."""
         trainer, none = self.trainer, Divisor(0, 0)
         alone = self.surrogate is not None or isinstance(trainer.method.credit.advantage, Unrewarded) \
             and not trainer.kl_reference.is_read
@@ -213,9 +211,7 @@ class MatchedStudent(Extension):
 
     def on_backward(self, update: int) -> None:
         """Add the gradient of the match at states of the student's own rollout.
-
-        Text encoders that the teacher reads too get none: the match compares what is drawn of one embedding.
-        """
+        Text encoders that the teacher reads too get none: the match compares what is drawn of one embedding."""
         apart = [value for key, value in self.policy.weights.named.items() if key.startswith(ENCODER)
                  ] if self.part.text == "student" else []
         kept = [None if value.grad is None else value.grad.clone() for value in apart]

@@ -162,9 +162,7 @@ class RolloutCache(Extension):
 
     def _try(self) -> None:
         """Skip all steps that can be skipped, for one row, and measure the ratios of `mag`.
-
-        Raises UserError for a model that diffusers' cache does not go with.
-        """
+        Raises UserError for a model that diffusers' cache does not go with."""
         policy = cast(PipelinePolicy, self.trainer.policy)
         rollouts: Any = self.trainer.rollouts
         spec = rollouts.explorations(0)[0]

@@ -90,10 +90,8 @@ class Frontier:
 
 def change(weights: Mapping[str, float], before: Scores, now: Scores) -> np.ndarray:
     """Change of the weighted sum of trained rewards of each prompt [N].
-
     A reward that applies to a prompt in neither measurement changes nothing; NaN where it applies in one of them alone,
-    and where none applies.
-    """
+    and where none applies."""
     pairs = np.array([[before[name], now[name]] for name in weights], dtype=np.float64)  # [R, 2, N]
     absent = np.isnan(pairs).all(1)
     moved = np.where(absent, 0, pairs[:, 1] - pairs[:, 0])

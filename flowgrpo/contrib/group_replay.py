@@ -133,10 +133,8 @@ class ReplayedGroups(Extension):
                        weights: dict[int, float]) -> tuple[list[Part], Encoded]:
         """Parts of an epoch with recorded groups in place of those without advantages, and the conditioning of all
         their prompts.
-
         A recorded group is drawn of those of earlier epochs.
-        prompts: of this process's groups. weights: of the epoch's steps.
-        """
+        prompts: of this process's groups. weights: of the epoch's steps."""
         known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
         single = {place: alone for part in parts for place in part.groups
                   if (alone := select_group(part, place)) is not None}

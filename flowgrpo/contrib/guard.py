@@ -73,9 +73,7 @@ def fell(best: Sequence[float], now: Sequence[float], level: float) -> bool:
 
 def fell_paired(best: Sequence[float], now: Sequence[float], level: float) -> bool:
     """True if values of the same prompts and seeds are below the best ones, by the paired t-test.
-
-    Pairs with a NaN are left out.
-    """
+    Pairs with a NaN are left out."""
     apart = np.asarray(best, dtype=np.float64) - np.asarray(now, dtype=np.float64)
     apart = apart[~np.isnan(apart)]
     if len(apart) < 2:

@@ -123,9 +123,7 @@ class HintLength:
 
 def fit_logistic(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Slope, LEAST at least, and the offset of the logistic model of most likelihood.
-
-    pairs: (share, rate, weight); the prior WHOLE is added.
-    """
+    pairs: (share, rate, weight); the prior WHOLE is added."""
     shares, rates, weights = np.array([*pairs, WHOLE]).T
     inputs, values = np.stack([shares, np.ones_like(shares)], 1), np.array([LEAST, 0.0])
     values = _newton(inputs, rates, weights, values)

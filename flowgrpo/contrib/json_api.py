@@ -242,8 +242,7 @@ class Http:
 
     def __call__(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
-        """B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any
-        reward."""
+        """B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any reward."""
         def one(part: range) -> float | None | Failed:
             row = part.start
             try:
@@ -304,8 +303,7 @@ def _require(expected: str, **settings: tuple[object, bool]) -> None:
 
 
 def _public(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers as texts.
-    Raises UserError for one that may hold a secret."""
+    """Headers as texts. Raises UserError for one that may hold a secret."""
     for name in headers:
         if SECRET.search(name):
             raise UserError(f"{WHO}: the header {name!r} may hold a secret, and args are written into a run's files: "

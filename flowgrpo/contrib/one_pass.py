@@ -232,9 +232,7 @@ class OnePass(Extension):
 
     def on_drawn(self, epoch: Epoch) -> None:
         """Count what is held. In a run's first epoch one part is replayed for the first-ratio check.
-
-        The update reads the outputs of the rollout, whose ratio is 1, so that no old score is computed again.
-        """
+        The update reads the outputs of the rollout, whose ratio is 1, so that no old score is computed again."""
         if not self.holds:
             return
         held = [part.held for part in epoch.parts if isinstance(part, HeldPart) and part.held is not None]

@@ -111,9 +111,7 @@ class Difficulty(Reshaped):
 
 def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
     """Weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P].
-
-    Raises ValueError for a mean outside 0 to 1, where a curve may not fall or not exist.
-    """
+    Raises ValueError for a mean outside 0 to 1, where a curve may not fall or not exist."""
     if curve != "none" and ((mean < -RELATIVE_NOISE) | (mean > 1 + RELATIVE_NOISE)).any():
         raise ValueError(f"Difficulty: mean rewards from {mean.min().item():g} to {mean.max().item():g}, expected "
                          "within 0 to 1: scale the weights, or shape the rewards first")
@@ -220,9 +218,7 @@ class Consistency(Reshaped):
 
 def outcome_entropy(rewards: Tensor) -> Tensor:
     """Entropy of the outcomes of each group of rewards [P, G], over the logarithm of their number: [P].
-
-    Outcomes are equal rewards; NaN is left out. 0 for a single outcome.
-    """
+    Outcomes are equal rewards; NaN is left out. 0 for a single outcome."""
     entropies = []
     for group in rewards:
         counts = group[~group.isnan()].unique(return_counts=True)[1].to(rewards)

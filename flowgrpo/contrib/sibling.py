@@ -62,9 +62,7 @@ def setting(config: Config) -> Sibling:
 
 def match(name: str, module: torch.nn.Module, other: torch.nn.Module) -> dict[str, Tensor]:
     """Values of a sibling's module for the frozen parameters of the trained one, by its names, where they differ.
-
-    name: of the part. Raises UserError for weights that one of both lacks, or of another shape.
-    """
+    name: of the part. Raises UserError for weights that one of both lacks, or of another shape."""
     theirs: dict[str, Tensor] = dict(other.named_parameters())
     values = {}
     for key, own in module.named_parameters():

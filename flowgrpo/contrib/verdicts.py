@@ -119,9 +119,7 @@ def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
 def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
     """1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised
     over the group's failures; 0 for failures of a group without a success.
-
-    success: bool [G]. apart: [G, G], distances between samples. Returns [G].
-    """
+    success: bool [G]. apart: [G, G], distances between samples. Returns [G]."""
     values = success.to(apart)
     if not success.any() or success.all():
         return values
@@ -191,10 +189,8 @@ def votes(scores: Tensor) -> Tensor:
 def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
     """FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
     right one by a flawed process. [B, 2] -> [B].
-
     A flawed sample is above the mean of a group that is mostly wrong, and below that of a group mostly right. NaN if
-    the answer has no score; a process without one is sound.
-    """
+    the answer has no score; a process without one is sound."""
     answer, process = scores.unbind(1)
     value = torch.where(answer >= right, 1 - (process < sound).to(scores), -1.0)
     return value.masked_fill(answer.isnan(), torch.nan)

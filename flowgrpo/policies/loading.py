@@ -40,9 +40,7 @@ def describe_base_model(path: Path) -> str:
 
 def require_fit(model: str, path: Path, files: Load = Load()) -> None:
     """Raise UserError for a run's LoRA of layers that a pipeline's folder lacks, or has in another size.
-
-    files: where else the model's weights are. What cannot be read without loading the model is left to that.
-    """
+    files: where else the model's weights are. What cannot be read without loading the model is left to that."""
     folder, origin = Path(FOLDERS.get(model, model)), describe_base_model(path)
     assembled = any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
                      files.textual_inversion))
@@ -131,9 +129,7 @@ def files_of(config: Config | None, model: str) -> Load:
 
 def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
     """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline.
-
-    told: print what of a LoRA of others was applied. Raises UserError if there is none, or none that fits.
-    """
+    told: print what of a LoRA of others was applied. Raises UserError if there is none, or none that fits."""
     modules = denoisers(pipe) | text_encoders(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
     if checkpoints.is_checkpoint(path):

@@ -33,9 +33,7 @@ OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 
 def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
     """Check a configuration's keys and options without a run; return its method.
-
-    kind: of the model. Raises UserError on the first problem.
-    """
+    kind: of the model. Raises UserError on the first problem."""
     setup = Setup(config, kind, resolve(config, build.process(kind)), device=device)
     keys_read.check(setup)
     check(setup)
@@ -92,9 +90,7 @@ def require_init(setup: Setup) -> None:
 
 def require_memory(setup: Setup) -> None:
     """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`.
-
-    Also for options that the device lacks or whose package is absent.
-    """
+    Also for options that the device lacks or whose package is absent."""
     config, method, device = setup.config, setup.method, torch.device(setup.device)
     weights, adapter = config.memory.weights, config.adapter
     require_attention(config.memory.attention, device, config.precision)

@@ -57,9 +57,7 @@ def base(model: str, files: Load) -> str:
 
 def require(model: str, files: Load, weights: str = "full") -> None:
     """Raise UserError for settings of `load` that this model does not read, and for files that are not here.
-
-    weights: `memory.weights`, by which diffusers quantises only what it reads from a folder or repository.
-    """
+    weights: `memory.weights`, by which diffusers quantises only what it reads from a folder or repository."""
     if weights != "full" and (is_file(model) or files.denoiser is not None):
         setting = f"model is {model!r}" if files.denoiser is None else f"load.denoiser is {files.denoiser!r}"
         raise UserError(f"memory.weights is {weights!r}, but {setting}, a file, which diffusers does not quantise as "

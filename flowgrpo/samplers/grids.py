@@ -41,9 +41,7 @@ def make_grid(kind: str, steps: int, shift: float, scheduler: Any, strength: flo
 
 def shift_grid(steps: int, shift: float) -> Tensor:
     """Grid shift(linspace(1, 0, steps+1)), float64 [steps+1], with shift(t) = s*t / (1 + (s-1)*t).
-
-    DanceGRPO, MixGRPO and G2RPO train on it (s = 3), and the FLUX family samples with it (s = exp(mu)).
-    """
+    DanceGRPO, MixGRPO and G2RPO train on it (s = 3), and the FLUX family samples with it (s = exp(mu))."""
     if steps < 1:
         raise ValueError(f"steps is {steps}, expected 1 or more")
     _require_shift(shift)
@@ -164,9 +162,7 @@ def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: fl
 
 def thin_grid(grid: Tensor, after: int, stride: int) -> Tensor:
     """grid[:after+1], then the first and every `stride`-th of the sigmas behind it (G2RPO, 2510.01982).
-
-    The result always ends at 0, which a stride can step over in the released code.
-    """
+    The result always ends at 0, which a stride can step over in the released code."""
     steps = len(grid) - 1
     if not 0 <= after < steps or stride < 1:
         raise ValueError(f"after is {after} and stride {stride}, expected 0 to {steps - 1} and 1 or more")

@@ -48,10 +48,8 @@ class Nodes:
 def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed,
             together: Sequence[int] = (), grower: Callable[..., Grower[C]] | None = None) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
-
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
-    together: prompts per part; by default as many as a micro-batch holds. grower: of the samples of some prompts.
-    """
+    together: prompts per part; by default as many as a micro-batch holds. grower: of the samples of some prompts."""
     first = 0
     count = len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
@@ -101,9 +99,7 @@ class Grower(Generic[C]):
 
     def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
         """Nodes that the samples of the prompts begin from, and their step: the first split or noise.
-
-        Explorations of the same prompts continue from each other's prefixes.
-        """
+        Explorations of the same prompts continue from each other's prefixes."""
         trunk = self.exploration.trunk
         if self.exploration.alone:
             return self._roots(prompts), trunk
@@ -206,9 +202,7 @@ class Recorder:
 
     def concatenate(self, states: list[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
         """States [b,*D] of micro-batches as one tensor [n,*D], the last result if it has the same states.
-
-        before: [n,*D], returned in their place if equal.
-        """
+        before: [n,*D], returned in their place if equal."""
         if self._joined is not None and list(map(id, states)) == list(map(id, self._joined[0])):
             return self._joined[1]
         whole = cat(states)
@@ -286,9 +280,7 @@ def calls(part: Part) -> list[tuple[int, int, int]]:
 
 def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
     """Batches of the denoiser as lists of (recorded step, its states).
-
-    A batch holds one step, or several where that saves calls. sizes: the number of states of every recorded step.
-    """
+    A batch holds one step, or several where that saves calls. sizes: the number of states of every recorded step."""
     if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
         return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
                 for at in range(0, size, micro_batch)]
@@ -314,9 +306,7 @@ def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tupl
 
 def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
     """Transitions that leave `states` of one step, and their score.
-
-    x: the states [b,*D]; v: the model output [b,*D].
-    """
+    x: the states [b,*D]; v: the model output [b,*D]."""
     exploration, device = part.exploration, x.device
     assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
@@ -330,9 +320,7 @@ def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: to
 
 def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
     """Part with its old scores replaced by those of its replay, in the replay's grad mode.
-
-    The new scores are stored on the device of the old ones.
-    """
+    The new scores are stored on the device of the old ones."""
     scores: list[list[Scored]] = [[] for _ in part.transitions]
     for k, _, new in replayed:
         # Detach one by one: never hold two graphs.
@@ -394,9 +382,7 @@ class BaseImages(Generic[C]):
 def deterministic(policy: Denoiser[C], conditioning: C, part: Part, micro_batch: int
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample the present policy from a part's initial noises by the ODE: final states [u,*D] of the u different ones.
-
-    Returns (the states, the prompt of each, int64 [u], the state that each leaf is compared with, int64 [b]).
-    """
+    Returns (the states, the prompt of each, int64 [u], the state that each leaf is compared with, int64 [b])."""
     assert part.seeds is not None and part.exploration is not None, "samples without an initial noise"
     spec = part.exploration
     seeds, at = part.seeds.unique(return_inverse=True)

@@ -58,9 +58,7 @@ def join_chains(part: Part) -> Part:
 
 def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's chains under the policy's present weights, one batch at a time, as `replay.replay`.
-
-    Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
-    """
+    Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps."""
     [chain] = sampler_steps(part)
     exploration = unwrap(part.exploration)
     assert isinstance(chain, JointTransitions), "the part has no chain: call `join_chains` first"

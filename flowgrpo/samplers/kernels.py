@@ -258,9 +258,7 @@ def anneal(t: float, highest: float, lowest: float, slow: float) -> float:
 
 def scale_noise(kernel: Kernel, factor: float) -> Kernel:
     """Kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
-
-    Raises ValueError if the product is out of the field's range.
-    """
+    Raises ValueError if the product is out of the field's range."""
     if isinstance(kernel, AnnealedNoise):
         inner: Any = scale_noise(kernel.kernel, factor)
         return replace(kernel, kernel=inner)
@@ -369,9 +367,7 @@ def prediction(scheduler: Any) -> str:
 
 def process(scheduler: Any) -> str:
     """Process of a pipeline's scheduler: "flow", or "vp" (variance-preserving, with discrete alpha-bars).
-
-    Raises UserError for any other scheduler.
-    """
+    Raises UserError for any other scheduler."""
     predicted = prediction(scheduler)
     if predicted == "velocity":
         return "flow"

@@ -112,9 +112,7 @@ class Editor(Replayer[C], Protocol[C]):
 def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
                 seed: Seed) -> Part:
     """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy.
-
-    seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
-    """
+    seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw."""
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
     seeds = (fork_seed(seed(int(p), leaf % count), 2) for leaf, p in enumerate(part.prompts))
@@ -139,10 +137,8 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
 
 def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
     """Choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
-
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
-    first, bases before edits.
-    """
+    first, bases before edits."""
     n = editor.edit.candidates
     count = len(x0)
     both = torch.cat([x0, editor.edit.apply(x0, drawn)])
@@ -177,10 +173,8 @@ def with_rewards(part: Part, rewards: Tensor) -> Part:
 @torch.no_grad()
 def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, Tensor]:
     """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
-
     x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0
-    leave the first base.
-    """
+    leave the first base."""
     rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
     flat = x.flatten(0, 1)
     both = torch.stack([flat, editor.edit.apply(flat, editor.replay(rows, flat))])

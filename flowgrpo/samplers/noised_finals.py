@@ -132,9 +132,7 @@ def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: 
 
 def add_noise(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
     """x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
-
-    t: sigma, or the alpha-bar of a variance-preserving process.
-    """
+    t: sigma, or the alpha-bar of a variance-preserving process."""
     clean = x0.float()
     x, target = (t**0.5 * clean + (1 - t)**0.5 * noise, noise) if vp else ((1 - t) * clean + t * noise, noise - clean)
     return x.to(x0.dtype).to(device), target.to(x0.dtype).to(device)
@@ -143,9 +141,7 @@ def add_noise(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: boo
 def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, keep_means: bool,
                 alphas: Tensor | None = None) -> RolloutSpec:
     """Noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
-
-    alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
-    """
+    alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N)."""
     every = tuple(range(len(times)))
     timesteps = None
     if alphas is not None:

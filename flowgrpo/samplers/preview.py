@@ -43,9 +43,7 @@ class Preview:
 def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int,
              micro_batch: int, seed: Seed) -> torch.Tensor:
     """Final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt, pool-1).
-
-    grid and timesteps are those of `make_grid`.
-    """
+    grid and timesteps are those of `make_grid`."""
     prompts = torch.arange(len(conditioning.prompts)).repeat_interleave(pool)
     task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
     finals = []
@@ -57,10 +55,8 @@ def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps
 
 def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
     """Indices of the group/2 largest and the group/2 smallest of the scores [P,pool]: int64 [P,group], best first.
-
     A noise without a score (NaN) is chosen only if there are too few others.
-    Raises UserError if the group is odd or larger than the pool.
-    """
+    Raises UserError if the group is odd or larger than the pool."""
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
                          "expected an even number, at most the pool")

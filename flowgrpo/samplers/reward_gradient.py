@@ -92,9 +92,7 @@ class RewardGradientRollout(Part):
 def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
             seed: Seed, together: Sequence[int] = ()) -> Iterator[Part]:
     """Sample each prompt of `conditioning`; yield whole groups, whose rewards `score_images` has to fill in.
-
-    The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
-    """
+    The arguments are those of `rollout.explore`. Every sample starts from a separate noise."""
     group = exploration.group
     count = len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(group, micro_batch)):
@@ -115,9 +113,7 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
 def _sample(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
             generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
     """States at the start of the graph and their final data, each [b,*D].
-
-    The generators keep their state at the start of the graph.
-    """
+    The generators keep their state at the start of the graph."""
     [step] = exploration.schedule.trained
     x, _ = policy.run(_task(exploration, 0, step, generators), conditioning, None, generators)
     with policy.sampling():
@@ -138,9 +134,7 @@ def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.d
 def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, ending: Ending, micro_batch: int
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
-
-    Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
-    """
+    Rewards have gradients where they are enabled. The interface is that of `replay.replay`."""
     [taken] = part.transitions
     exploration = unwrap(part.exploration)
     value = unwrap(part.value)

@@ -215,10 +215,8 @@ class PolicyScheduler:
 
     def follow(self, task: Segment, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> StepRecord:
         """Set the next call's task; the returned record fills while the pipeline runs.
-
         state: [B,*D], replaces the pipeline's own in an idle step before the first (see
-        policies/pipelines/call.py).
-        """
+        policies/pipelines/call.py)."""
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
         self.state = state
         self.companions = []

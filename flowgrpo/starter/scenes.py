@@ -149,10 +149,8 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
 
 def misread(claims: Claims) -> Claims:
     """What a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
-
     The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
-    the colours are exchanged. No misreading leads back to its origin.
-    """
+    the colours are exchanged. No misreading leads back to its origin."""
     first, last = claims.objects[0], claims.objects[-1]
     if claims.relation:
         return replace(claims, relation=_next(list(RELATIONS), claims.relation))
@@ -224,10 +222,8 @@ def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.
 
 def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> np.ndarray:
     """Draw a scene [SIZE, SIZE, 3] in [0, 1] for which `claims` are true; everything they leave open is random.
-
     Of two objects without a relation the first is on the left: captions name what they show from left to right.
-    stamped: with a stamp in a corner, if one is free.
-    """
+    stamped: with a stamp in a corner, if one is free."""
     objects = [obj for claim in claims.objects for obj in [replace(_with_colour(claim, rng), count=1)] * claim.count]
     relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)
     radii, centres = _layout(len(objects), relation, rng)

@@ -155,9 +155,7 @@ class DenoiserHead(nn.Module):
 
 def frozen_policy(model: str, call: dict[str, Any], device: str | torch.device) -> PipelinePolicy:
     """Policy of a pipeline that is not trained, in fp32 on a CPU and bf16 elsewhere.
-
-    model: its folder or hub id. call: arguments of its calls.
-    """
+    model: its folder or hub id. call: arguments of its calls."""
     from flowgrpo.config.schema import Config
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

@@ -134,10 +134,8 @@ class ClipHead(nn.Module):
 
 def with_text(source: str, aspects: int, size: int) -> Film:
     """Build a fresh Film network with the text encoder of a starter, or of a pipeline's folder or hub id.
-
     Initialised by torch's global seed.
-    Raises UserError if text encoder or tokenizer are unavailable.
-    """
+    Raises UserError if text encoder or tokenizer are unavailable."""
     from transformers import AutoTokenizer
 
     place = str(FOLDERS.get(source, source))

@@ -47,7 +47,6 @@ class Asked:
 
 def reader_of(policy: Any, length: int) -> Any:
     """Policy of answers, of `length` tokens at most, by the weights of one that draws images; made once.
-
     Raises UserError for a model that only draws."""
     if not hasattr(policy, "answering"):
         raise UserError("answers about own images need a model that reads and generates images by the same weights, "
@@ -70,7 +69,6 @@ def of_scene(image: Tensor, dice: random.Random) -> tuple[str, str] | None:
 
 def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
     """Question of a prompt and the prompt's answer: kinds are equally likely, and in them yes and no.
-
     Raises UserError for a prompt without questions."""
     kinds: dict[tuple[str, ...], list[Question]] = {}
     for each in of_prompt(prompt.text, prompt.metadata, present=True) or ():
@@ -200,9 +198,7 @@ class AnswerLosses(DataLosses):
 def policy_gradient(logp: Tensor, right: Tensor) -> Tensor:
     """GRPO's loss [n] of K answers drawn to each of n questions: the mean of -A log p, A their rewards less the
     mean of the K, without a division.
-
-    One step is made of a draw, so that the ratio is 1. logp: of whole answers [n,K]; right: their rewards [n,K].
-    """
+    One step is made of a draw, so that the ratio is 1. logp: of whole answers [n,K]; right: their rewards [n,K]."""
     return -(group_relative(right, scale="none") * logp).mean(1)
 
 

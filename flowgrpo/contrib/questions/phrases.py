@@ -71,9 +71,7 @@ def relation(prompt: str) -> str | None:
 
 def find_relation(prompt: str, phrases: Sequence[str] | None = None) -> tuple[str, str, str] | None:
     """Relation that a prompt names with the objects before and after it, without articles; None for none.
-
-    phrases: noun phrases of a sentence, of which the nearest ones count; None for a prompt that has no other words.
-    """
+    phrases: noun phrases of a sentence, of which the nearest ones count; None for a prompt that has no other words."""
     words = relation(prompt)
     if words is None:
         return None

@@ -79,10 +79,8 @@ def of_prompt(prompt: str, metadata: dict[str, Any], key: str = "questions", pre
 
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
     """Questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude": [...]}.
-
     For an included class, the question for its number covers its exclusion. If several clauses include a class, only
-    its total number is asked for: "the star" could be any of a red and a blue one.
-    """
+    its total number is asked for: "the star" could be any of a red and a blue one."""
     include, questions = metadata["include"], []
     clauses: dict[str, list[dict[str, Any]]] = {}
     for clause in include:

@@ -113,7 +113,6 @@ def by_kind() -> dict[str, list[tuple[str, Answer]]]:
 def sample_question(seen: Things, dice: random.Random, only: str = "") -> tuple[str, str]:
     """Question about an image, and its right answer: kinds are equally likely, then the answers that occur, then the
     questions with that answer. So neither a kind nor its usual answer tells much without the image.
-
     only: what the names of the kinds to ask begin with."""
     kinds = {name: asked for name, asked in by_kind().items() if name.startswith(only)}
     while True:

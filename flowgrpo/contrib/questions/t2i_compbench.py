@@ -271,10 +271,8 @@ class T2ICompBench:
 
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     """Judgements of which a prompt's score is the mean.
-
     A complex prompt without a word of place has an action; one with a place has an action besides if its metadata's
-    `action` is true.
-    """
+    `action` is true."""
     if dimension in ATTRIBUTES:
         return ("attributes",)
     if dimension == "complex":

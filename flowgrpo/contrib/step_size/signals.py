@@ -47,9 +47,7 @@ class Signal(Protocol):
 
 def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
     """Places of `count` rows among tables of these sizes, evenly spread over all: int64, one tensor each.
-
-    A table may get none. All rows are taken if there are fewer.
-    """
+    A table may get none. All rows are taken if there are fewer."""
     total = sum(sizes)
     chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long() if total else \
         torch.empty(0, dtype=torch.int64)
@@ -69,10 +67,8 @@ def relative(before: Reading, after: Reading) -> list[float]:
 def divergence(before: Reading, after: Reading) -> list[float]:
     """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, which
     are 0 elsewhere.
-
     KL(before || after) of a token is estimated by exp(d) - 1 - d, with d the change of its log-probability (Schulman's
-    k3). A completion's is the sum over its tokens.
-    """
+    k3). A completion's is the sum over its tokens."""
     total, rows = 0.0, 0
     for old, new in zip(before, after, strict=True):
         apart = (new.double() - old.double()).clamp(-LARGEST, LARGEST)

@@ -161,9 +161,7 @@ class Belief:
 
     def _update(self, s0: Tensor, a: Tensor, gains: Tensor, target: Tensor) -> None:
         """Learn from a vote: the scores are s0 + A u at the mode, where u = target - softmax.
-
-        s0: [E, k], with the covariance a [E, k, k]; gains: their covariance with w, [E, R, k].
-        """
+        s0: [E, k], with the covariance a [E, k, k]; gains: their covariance with w, [E, R, k]."""
         eye = torch.eye(len(target), dtype=a.dtype)
         u = torch.zeros_like(s0)
 
@@ -187,9 +185,7 @@ class Belief:
 
 def _predict(scores: Tensor, covariance: Tensor) -> Tensor:
     """The probabilities [E, k] that images are chosen, of scores [E, k] with a covariance [E, k, k].
-
-    Scores shrink by the variance of their differences, 2 v, as in MacKay (1992): s / sqrt(1 + pi 2 v / 8).
-    """
+    Scores shrink by the variance of their differences, 2 v, as in MacKay (1992): s / sqrt(1 + pi 2 v / 8)."""
     images = scores.shape[1]
     variance = (covariance.diagonal(dim1=1, dim2=2).sum(1) - covariance.sum((1, 2)) / images) / (images - 1)
     return (scores / (1 + math.pi / 4 * variance).sqrt()[:, None]).softmax(1)

@@ -180,9 +180,7 @@ class VotedEpochs(Extension):
 
     def draw_epoch(self) -> Epoch:
         """Draw samples and score them by the head; in the first round of a batch after its votes have come.
-
-        Raises Stopped if the session ends before they have.
-        """
+        Raises Stopped if the session ends before they have."""
         run = self.run
         batch, turn = divmod(run.epoch, self.taste.rounds)
         for drawn in self.unasked:
@@ -330,8 +328,7 @@ class VotedEpochs(Extension):
                         for place, text in enumerate(drawn.prompts)]
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """The number of votes that taught the head, its evidence, and the share of the last batch that it
-        foretold."""
+        """The number of votes that taught the head, its evidence, and the share of the last batch that it foretold."""
         self.voter.tell(updates=self.run.optimization.update)
         return self.metrics
 

@@ -53,10 +53,8 @@ OWN: dict[str, dict[str, Any]] = {
 def session_config(model: str, prompts: str, lora: str | None, output: Path, options: Mapping[str, Any], resume: bool
                    ) -> Config:
     """The configuration of a session in the folder `output`. options: further keys, dotted, as texts.
-
     Raises UserError for a folder that holds something else, prompts that are missing, a LoRA that is none, and a model
-    that writes completions.
-    """
+    that writes completions."""
     paths.require_folder(output)
     there = (output / VOTES).is_file() or (output / CONFIG).is_file()
     if there and not resume:
@@ -92,9 +90,7 @@ def of_recipe(recipe: Config) -> Config:
 
 def seconds_per_click(taken: Callable[[str], float], steps: int) -> float:
     """The seconds of a batch per click: to draw, to learn from fresh samples, to check, to hold within limits.
-
-    taken: seconds of a phase of `of_recipe`'s epoch. The head looks at a sample in LOOKS steps.
-    """
+    taken: seconds of a phase of `of_recipe`'s epoch. The head looks at a sample in LOOKS steps."""
     clicks, drawn = DEFAULTS["train.prompts"], DEFAULTS["train.prompts"] * DEFAULTS["train.group"]
     shown = 2 * CHECKS + MEASURED + twins(MEASURED, 1)
     draw, look = taken("rollout") + taken("decode"), LOOKS * taken("rollout") / steps
@@ -112,8 +108,7 @@ def train(config: Config, taste: Taste, resume: bool) -> int:
 
 
 def belief_of(folder: Path, log: VoteLog) -> Belief | None:
-    """The belief after all votes of a session, those of a batch that is not whole too; None before the first
-    images."""
+    """The belief after all votes of a session, those of a batch that is not whole too; None before the first images."""
     batches = [int(file.stem) for file in (folder / FEATURES).glob("*.safetensors")]
     return read_belief(folder, log, max(batches) + 1) if batches else None
 

@@ -102,9 +102,7 @@ class VoteLog:
 
     def write_pairs(self, file: Path) -> int:
         """Write the votes as a file of pairs, and return their number: the best of four makes three pairs.
-
-        Skipped questions and ties of four are left out.
-        """
+        Skipped questions and ties of four are left out."""
         rows = [row for name, vote in self.votes.items() for row in _rows(self.questions[name], vote, file.parent)]
         atomic.write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return len(rows)

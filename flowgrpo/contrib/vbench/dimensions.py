@@ -38,8 +38,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
-    """Videos [B, F, 3, H, W] in [0, 1] as float32 levels 0 to 255.
-    Raises UserError for clips of one frame."""
+    """Videos [B, F, 3, H, W] in [0, 1] as float32 levels 0 to 255. Raises UserError for clips of one frame."""
     if videos.ndim != 5 or videos.shape[1] < 2:
         raise UserError(f"reward {reward!r}: got videos of shape {list(videos.shape)}, expected [B, F, 3, H, W] with "
                         "at least two frames")
@@ -237,8 +236,7 @@ class VBench:
 
 
 def write(path: Path, clip: np.ndarray, fps: float) -> None:
-    """Write a clip, bytes [F, H, W, 3], as an MP4 file.
-    Raises UserError if OpenCV cannot."""
+    """Write a clip, bytes [F, H, W, 3], as an MP4 file. Raises UserError if OpenCV cannot."""
     import cv2
 
     height, width = clip.shape[1:3]

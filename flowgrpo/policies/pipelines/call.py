@@ -42,9 +42,7 @@ def schedule(accepts: Collection[str], scale: float, steps: int) -> dict[str, An
 
 def class_on_device(stock: type, device: torch.device) -> type:
     """Subclass of a pipeline's class whose `_execution_device` is a constant.
-
-    diffusers looks for it in every call, and walks all modules of all components several times to find it.
-    """
+    diffusers looks for it in every call, and walks all modules of all components several times to find it."""
     return type(stock.__name__, (stock,), {"_execution_device": device, "__module__": stock.__module__})
 
 
@@ -85,7 +83,6 @@ class PipelineCall:
 
     def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
         """Find out whether the scheduler sees the state that is given as `latents`.
-
         first: the state that it sees first in a call with the options that are given."""
         self.loads = False
         drawn = first(latents=None, generator=generators([0]))
@@ -101,9 +98,7 @@ class PipelineCall:
                  ) -> tuple[Any, StepRecord | None]:
         """Call the pipeline, once, or for each row if it takes one alone, or if their images differ in size, or for
         each run of rows whose prompts differ in length and cannot be padded.
-
-        guidance: the scale of rows without one of their own. Returns what it returns, and the task's record.
-        """
+        guidance: the scale of rows without one of their own. Returns what it returns, and the task's record."""
         guidance = conditioning.scale(guidance)
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
@@ -239,10 +234,8 @@ def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
 @contextlib.contextmanager
 def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
     """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
-
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
-    images would depend on what else was drawn before.
-    """
+    images would depend on what else was drawn before."""
     if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
         yield
         return
@@ -267,9 +260,7 @@ def disable_safety_checker(pipe: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
-
-    It sets the level of the handlers, because that of a logger empties the caches of all loggers.
-    """
+    It sets the level of the handlers, because that of a logger empties the caches of all loggers."""
     handlers = logging.getLogger("diffusers").handlers
     levels = [handler.level for handler in handlers]
     for handler in handlers:
@@ -304,9 +295,7 @@ def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Mo
 
 def require_arguments(cls: type, call: Collection[str], denoisers: Iterable[torch.nn.Module] | None = None) -> None:
     """Raise UserError for arguments of `image` that calls of a pipeline class do not take, or that another key sets.
-
-    denoisers: None before they are loaded, when it is not known whether guidance is embedded.
-    """
+    denoisers: None before they are loaded, when it is not known whether guidance is embedded."""
     accepted = inspect.signature(inspect.unwrap(cls.__call__)).parameters
     if unknown := sorted(set(call) - set(accepted)):
         raise UserError(f"`image`: {cls.__name__} takes no {unknown[0]!r}"
@@ -340,9 +329,7 @@ def until_set(scheduler: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_on_cpu(device: torch.device) -> Iterator[None]:
     """Context manager: attention is `plain` if `device` is a CPU.
-
-    Rollout and replay both run inside, so that they agree.
-    """
+    Rollout and replay both run inside, so that they agree."""
     if device.type != "cpu":
         yield
         return
@@ -508,7 +495,6 @@ class EncodePrompt:
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
         """Find out which values serve all prompts, and whether a call may bring several prompts with their images.
-
         twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own image."""
         self.one_per_call = None
         try:
@@ -538,10 +524,8 @@ class EncodePrompt:
 
     def anew(self, conditioning: Conditioning, guidance: float) -> Conditioning:
         """Return the same rows as the present text encoders encode them, with gradients where they are enabled.
-
         Every prompt is encoded once, however many rows it has, and by itself: rollout and replay so compute the same
-        numbers, whatever their batches. UserError where no gradient gets through.
-        """
+        numbers, whatever their batches. UserError where no gradient gets through."""
         rows = list(zip(conditioning.prompts, conditioning.negatives,
                         zip(*([id(image) for image in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
@@ -585,9 +569,7 @@ def _kinds(plain: Conditioning) -> Kinds:
 
 def _is_shared(one: Any, two: Any) -> bool:
     """Return True if a value of `encode_prompt` is the same for one prompt and for two, and so serves all prompts.
-
-    Raises ValueError if it grows with them without a row for each: bounds of sequences, rows in another dimension.
-    """
+    Raises ValueError if it grows with them without a row for each: bounds of sequences, rows in another dimension."""
     if isinstance(one, PLAIN) and one == two:
         return True
     if not torch.is_tensor(one) and not isinstance(one, list):

@@ -33,9 +33,7 @@ ENCODERS = ("image_encoder_folder", "image_encoder_pretrained_model_name_or_path
 
 def controlnet_class(name: str) -> Any:
     """Return the class of a text-to-image pipeline's ControlNet form, `name` being the pipeline's.
-
-    Raises UserError where diffusers has none.
-    """
+    Raises UserError where diffusers has none."""
     import diffusers
 
     if "ControlNet" in name:
@@ -49,9 +47,7 @@ def controlnet_class(name: str) -> Any:
 
 def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
     """Return a pipeline of the same parts with a ControlNet. source: its folder or hub id.
-
-    Raises UserError where it does not load, and for a ControlNet of another kind of model.
-    """
+    Raises UserError where it does not load, and for a ControlNet of another kind of model."""
     import diffusers
 
     cls = controlnet_class(type(pipe).__name__)
@@ -80,9 +76,7 @@ def _require_alike(pipe: Any, control: Any) -> None:
 
 def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
     """Load an IP-Adapter, and its image encoder where the pipeline has none, into a pipeline.
-
-    Raises UserError where it does not load, and for a pipeline that takes none.
-    """
+    Raises UserError where it does not load, and for a pipeline that takes none."""
     if not hasattr(pipe, "load_ip_adapter"):
         raise UserError(f"load.ip_adapter is set, but {type(pipe).__name__} takes no IP-Adapter: leave it out")
     takes = inspect.signature(pipe.load_ip_adapter).parameters
@@ -104,10 +98,8 @@ def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
 
 def add_inversion(pipe: Any, inversion: Inversion) -> None:
     """Add a textual inversion's embeddings to the text encoders of a pipeline, and its token to their tokenizers.
-
     The file holds a tensor [n, width] for each CLIP encoder: clip_l and clip_g, or one under its token's name or
-    emb_params. Raises UserError for a pipeline that takes none, and for other tensors.
-    """
+    emb_params. Raises UserError for a pipeline that takes none, and for other tensors."""
     path = inversion.path
     if not hasattr(pipe, "load_textual_inversion"):
         raise UserError(f"load.textual_inversion is set, but {type(pipe).__name__} takes none: leave it out")
@@ -149,10 +141,8 @@ def needs_last(pipe: Any) -> bool | None:
 
 def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
     """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
-
     pipe: the pipeline, once it is loaded; before, it is known of a local folder, and its class is imported only where
-    a prompt brings a file or needs one.
-    """
+    a prompt brings a file or needs one."""
     if pipe is None and config.load.controlnet is None and config.load.ip_adapter is None and not any(
             prompt.brings is not None for prompt in prompts) and not prompt_inputs.EDITORS.search(_class_name(config)):
         return

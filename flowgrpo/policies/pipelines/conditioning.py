@@ -91,9 +91,7 @@ class Conditioning:
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """Return the rows `index` (int64 [B]); a row may be taken several times.
-
-        Rows that differ in length are padded, or stay `parts`.
-        """
+        Rows that differ in length are padded, or stay `parts`."""
         picked = index.tolist()
         sizes, scales = ([values[i] for i in picked] if values else [] for values in (self.sizes, self.scales))
         if self.parts:
@@ -135,9 +133,7 @@ class Conditioning:
 
     def arguments(self) -> dict[str, Any]:
         """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
-
-        Raises ValueError for several sizes.
-        """
+        Raises ValueError for several sizes."""
         if len(set(self.sizes)) > 1:
             raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
         given: dict[str, Any] = dict(self.size)
@@ -289,9 +285,7 @@ def entry(folder: Path, prompt: str, negative: str) -> Path:
 
 def concatenate(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
     """Return one Conditioning with the rows of all, one each.
-
-    Those that differ in length are padded with `masks`, or, without any, or with pad false, stay `parts`.
-    """
+    Those that differ in length are padded with `masks`, or, without any, or with pad false, stay `parts`."""
     if len({part.shapes() for part in parts}) == 1:
         return join(parts)
     if masks is not None and pad:
@@ -306,9 +300,7 @@ def concatenate(parts: Sequence[Conditioning], masks: padding.Masks | None = Non
 
 def join(parts: Sequence[Conditioning]) -> Conditioning:
     """Return one Conditioning with the rows of all; what has no row per prompt is the first one's.
-
-    Raises UserError if some bring a reference image and others do not.
-    """
+    Raises UserError if some bring a reference image and others do not."""
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference image and others do not: give all an `image`, or "

@@ -98,10 +98,8 @@ def rows(config: Config, prompts: Iterable[Prompt]) -> list[Row]:
 
 def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: Any) -> Filled:
     """Encode the prompts into the cache of a configuration, whose precision is settled, and write its index.
-
     bar: a function that wraps the list of rows and shows how many are done.
-    Raises UserError for what cannot be encoded ahead.
-    """
+    Raises UserError for what cannot be encoded ahead."""
     require(config)
     wanted = rows(config, prompts)
     pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load, only=ENCODERS,

@@ -144,10 +144,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def few_step_config(config: Config, facts: Facts) -> Config:
     """Return a configuration whose absent keys are those of a model of few steps: method, steps, grid and guidance.
-
     Parts without a method are of the default one, which stays where they name its plan. Recorded pairs are trained
-    without steps.
-    """
+    without steps."""
     wanted: dict[str, dict[str, Any]] = {}
     for name in ("train", "eval"):
         section, given = getattr(config, name), getattr(config, name).model_fields_set

@@ -50,9 +50,7 @@ class ImageEncoder:
 
     def of_images(self, images: Tensor, rows: Conditioning) -> Tensor:
         """Return the latents [B,*D] of images [B,3,h,w] in [0, 1] of one size, which are scaled to the run's size.
-
-        rows: of their B prompts. Raises UserError as a call does.
-        """
+        rows: of their B prompts. Raises UserError as a call does."""
         row = rows.rows(torch.tensor([0]))
         if self.noise is None:
             self._learn(row)
@@ -104,9 +102,7 @@ class ImageEncoder:
 
 def read(path: str | Path, size: tuple[int, int], key: str = "preferences") -> Tensor:
     """Return the image of a file, filling the size (height, width): [3,H,W] in [0, 1].
-
-    Raises UserError if it is none.
-    """
+    Raises UserError if it is none."""
     from torchvision.transforms.functional import to_tensor
 
     try:

@@ -40,9 +40,7 @@ TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 def infer_pipeline(file: str) -> str:
     """Return the hub id of the pipeline that diffusers infers from the names and shapes in a checkpoint.
-
-    Raises UserError for a file that is no safetensors file.
-    """
+    Raises UserError for a file that is no safetensors file."""
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
     return str(fetch_diffusers_config(_shapes(file))["pretrained_model_name_or_path"])
@@ -55,10 +53,8 @@ def _shapes(file: str) -> dict[str, torch.Tensor]:
 
 def pipeline(file: str, source: str, index: dict[str, Any], dtype: torch.dtype, parts: dict[str, Any]) -> Any:
     """Load a pipeline from its checkpoint.
-
     source: folder or hub id of its configuration, which `index` is of. Text encoders that the file lacks are read from
-    a folder that has them. parts: components that are loaded already, or None.
-    """
+    a folder that has them. parts: components that are loaded already, or None."""
     import diffusers
 
     cls = getattr(diffusers, index["_class_name"])
@@ -92,10 +88,8 @@ def encoders_apart(file: str, source: str, index: dict[str, Any]) -> dict[str, A
 def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], dtype: torch.dtype
              ) -> dict[str, torch.nn.Module]:
     """Load the denoiser of a pipeline from the file of `load.denoiser`, by its name.
-
     source: folder or hub id of the pipeline's configuration, which `index` is of. names: of its denoisers.
-    Raises UserError for a pipeline with several denoisers, and for a file that lacks some of its weights.
-    """
+    Raises UserError for a pipeline with several denoisers, and for a file that lacks some of its weights."""
     import diffusers
 
     if len(names) != 1:
@@ -118,10 +112,8 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
 
 def vae(files: Load, source: str, index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Module]:
     """Load the autoencoder of `load.vae`, by its name in a pipeline.
-
     source: folder or hub id of the pipeline's configuration, which `index` is of. Raises UserError for a pipeline
-    without one, and for weights of another kind.
-    """
+    without one, and for weights of another kind."""
     import diffusers
 
     given = unwrap(files.vae)
@@ -220,9 +212,7 @@ def takes_timestep(module: torch.nn.Module) -> bool:
 
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that a pipeline's loop calls: those whose forward takes a time.
-
-    A ControlNet only steers one.
-    """
+    A ControlNet only steers one."""
     return {name: module for name, module in sorted(pipe.components.items())
             if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
             and takes_timestep(module)}
@@ -313,9 +303,7 @@ def _require_source(model: str, source: str, files: Load) -> None:
 
 def config_source(model: str, files: Load) -> str:
     """Return the folder or hub id of a model's configuration.
-
-    Raises UserError for a file that is not here or no safetensors file, without `load.config`.
-    """
+    Raises UserError for a file that is not here or no safetensors file, without `load.config`."""
     return files.config or infer_pipeline(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
 
 
@@ -405,9 +393,7 @@ def _missing(folder: Path) -> str | None:
 
 def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:
     """Return a scheduler with other keys of its configuration, and of another class if `class` is among them.
-
-    Raises UserError for what diffusers does not know.
-    """
+    Raises UserError for what diffusers does not know."""
     import diffusers
 
     name = keys.get("class", type(scheduler).__name__)

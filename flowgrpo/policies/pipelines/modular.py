@@ -81,9 +81,7 @@ def of_parts(cls: Any, parts: Mapping[str, Any]) -> Any:
 def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mapping[str, Any], lower: Mapping[str, Any]
          ) -> Any:
     """Load a ModularPipeline from a folder or the hub. Code of its repository is run only if it is trusted.
-
-    parts: components that are loaded already, or None. lower: how components are quantised, by name.
-    """
+    parts: components that are loaded already, or None. lower: how components are quantised, by name."""
     from diffusers import ModularPipeline
 
     pipe = ModularPipeline.from_pretrained(source, trust_remote_code=trust, revision=files.revision)
@@ -224,9 +222,7 @@ def guiders(pipe: Any) -> list[Any]:
 @contextmanager
 def guided(parts: list[Any], scale: float, task: Segment | None, idle: int) -> Iterator[None]:
     """Context manager: guiders have this scale, are off at 0, and know which step of the whole grid a task's step is.
-
-    Momentum is off in tasks: a replay of a step does not know the steps before it.
-    """
+    Momentum is off in tasks: a replay of a step does not know the steps before it."""
     before = [dict(vars(part)) for part in parts]
     for part in parts:
         part.guidance_scale, part._enabled = scale, bool(scale)

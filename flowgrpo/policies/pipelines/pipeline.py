@@ -145,9 +145,7 @@ class PipelinePolicy:
     def encode(self, prompts: list[str], negatives: list[str] | None = None,
                images: Sequence[Any] | None = None) -> Conditioning:
         """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
-
-        images: of each prompt a reference image, its file, all that it brings (`Inputs`), or None.
-        """
+        images: of each prompt a reference image, its file, all that it brings (`Inputs`), or None."""
         brings = self.given or any(image is not None for image in images or ())
         pictures = images_of(self, len(prompts), images) if brings else {}
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
@@ -165,9 +163,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def probe(self, conditioning: Conditioning) -> None:
         """Find out, once, whether the scheduler sees the state that is given as `latents`.
-
-        Raises UserError for prompts of which sharded weights cannot take several in a call.
-        """
+        Raises UserError for prompts of which sharded weights cannot take several in a call."""
         single = conditioning.one_per_call or set(SHARED) & set(conditioning.inputs)
         if self.turns and (single or conditioning.parts and conditioning.masks is None):
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
@@ -190,9 +186,7 @@ class PipelinePolicy:
             generators: list[torch.Generator] | None = None, x0: torch.Tensor | None = None
             ) -> tuple[torch.Tensor, StepRecord]:
         """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
-
-        Returns (the last state [B,*D], the record of the task).
-        """
+        Returns (the last state [B,*D], the record of the task)."""
         self._announce(shards.RUN, len(task.steps))
         with self.sampling():
             last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
@@ -262,10 +256,8 @@ class PipelinePolicy:
     def unroll(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
                ) -> torch.Tensor:
         """Return the last state [B,*D] of a segment of the grid, as `run` gives it.
-
         Where gradients are enabled, all its steps are in one graph.
-        checkpointing: the backward computes every forward of a denoiser again.
-        """
+        checkpointing: the backward computes every forward of a denoiser again."""
         kept = (recompute_forwards(self.denoisers.values(), self.driver.attention) if checkpointing
                 else contextlib.nullcontext())
         with kept:
@@ -278,9 +270,7 @@ class PipelinePolicy:
 
     def image(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Return images [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled.
-
-        The pipeline draws them with no steps left to do.
-        """
+        The pipeline draws them with no steps left to do."""
         task = Segment(torch.zeros(1), range(0))
         with one_line(self.pipe, self.call):
             images = self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
@@ -289,9 +279,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def sound(self, latents: torch.Tensor, prompts: Sequence[str]) -> tuple[torch.Tensor, int]:
         """Return the sound [B, channels, N] of clean latents on the CPU, and its samples per second.
-
-        Raises UserError for a pipeline that makes none.
-        """
+        Raises UserError for a pipeline that makes none."""
         rate = getattr(getattr(getattr(self.pipe, "vocoder", None), "config", None), "output_sampling_rate", None)
         if rate is None:
             raise UserError(f"{type(self.pipe).__name__} makes no sound: leave rewards of sound out, or take LTX-2")
@@ -356,16 +344,13 @@ class PipelinePolicy:
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
         """Context manager: the denoiser is the base model, or the average of the snapshots `held`.
-
-        For the base the adapter is off; without an adapter the first weights are back.
-        """
+        For the base the adapter is off; without an adapter the first weights are back."""
         with self.weights.reference(held), torch.no_grad():
             yield
 
     @contextlib.contextmanager
     def rl_guidance(self, weight: float) -> Iterator[None]:
         """Context manager: denoisers return base + weight * (tuned - base), without gradients (RLG, `rlg.py`).
-
         Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
         weight other than 0 and 1 where text encoders are trained: base and tuned model read the same embeddings."""
         if self.live:

@@ -75,10 +75,8 @@ class Pipeline(Denoiser[P], Protocol[P]):
 
 def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool) -> int:
     """Return how often a call's vector of timesteps repeats its rows; 0 if the pipeline takes no vector.
-
     output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another, in one call, have to
-    give what calls of a single step give: to float noise, and far closer than the wrong step would.
-    """
+    give what calls of a single step give: to float noise, and far closer than the wrong step would."""
     grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
     whole = Segment(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
     early, late = output(whole), output(whole.at_step(1))
@@ -105,10 +103,8 @@ def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tol
 
 def stay_apart(policy: Pipeline[P], twice: P) -> bool:
     """Return True if a step of two prompts with separate images gives the result of each prompt alone.
-
     Some pipelines (Flux2) silently take a list for several references of one prompt.
-    twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call.
-    """
+    twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call."""
     if not set(twice.inputs) - set(SHARED):
         return True
     pair = replace(twice, inputs={name: [first, second if name in SHARED else other(second)]
@@ -143,10 +139,8 @@ def other(image: Any) -> Any:
 
 def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) -> None:
     """Raise UserError if a pipeline's second step differs when a call starts with it.
-
     conditioning: of one prompt or more, of which the first is asked with. segments: whether calls go on from where
-    others ended; else they only replay a step from the state that the whole run had there.
-    """
+    others ended; else they only replay a step from the state that the whole run had there."""
     row, before = conditioning.rows(torch.tensor([0])), policy.evaluations
     whole = _run(policy, row, range(2))
     task = _task(policy, range(2))

@@ -78,10 +78,8 @@ def needs_image(cls: type) -> bool:
 def split_arguments(cls: type, call: Mapping[str, Any],
                     fps: float | None = None) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return (the number of frames of a source video, the call's other arguments, the images among them).
-
     `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `image.fps`, which becomes an
-    argument where the pipeline takes it.
-    """
+    argument where the pipeline takes it."""
     call = with_fps(cls, call, fps)
     takes, given = call_parameters(cls), {key: value for key, value in call.items() if key in IMAGES}
     alone = "video" in takes and "num_frames" not in takes
@@ -179,10 +177,8 @@ def _image_size(inputs: Inputs, key: str, path: str, frames: int | None) -> Size
 
 def images_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
     """Return what `count` prompts bring beside their text, by the name of the pipeline's argument.
-
     images: of each prompt an image, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
-    where the pipeline takes none.
-    """
+    where the pipeline takes none."""
     brought = [_call_inputs(policy, image) for image in images or [None] * count]
     pictures = {name: [value] * count for name, value in policy.given.items()}
     for name in dict.fromkeys(name for row in brought for name in row):
@@ -222,9 +218,7 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]],
             call: Mapping[str, Any]) -> UserError | None:
     """Return the line of what a pipeline's call raised; None for a line of ours, and if memory ran out.
-
-    call: its further arguments. Others: see `describe_bad_images`.
-    """
+    call: its further arguments. Others: see `describe_bad_images`."""
     if isinstance(error, UserError) or ran_out(error):
         return None
     plain, said = isinstance(error, (TypeError, ValueError)), " ".join(str(error).split())[:300]
@@ -251,9 +245,7 @@ def one_line(pipe: Any, call: Mapping[str, Any], images: Sequence[Any] | None = 
 
 def describe_bad_images(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
     """Return the place and files of the prompts whose images a pipeline refuses, as the begin of a message.
-
-    images: of each prompt an image, its file, its `Inputs`, or None. images: what the pipeline was given for them.
-    """
+    images: of each prompt an image, its file, its `Inputs`, or None. images: what the pipeline was given for them."""
     told = []
     for image in dict.fromkeys(image for image in images or () if isinstance(image, (str, Path, Inputs))):
         files = [str(image)] if not isinstance(image, Inputs) else [path for _, path in image.paths()]

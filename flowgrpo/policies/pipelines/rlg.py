@@ -27,10 +27,8 @@ READS = ("in_channels", "joint_attention_dim", "cross_attention_dim", "pooled_pr
 
 def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
     """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider.
-
     Weights 0 and 1 return one of them bit for bit. Accepts tensors [...], and tuples, lists and dicts (such as
-    diffusers' output classes) that hold them; other values are those of `tuned`.
-    """
+    diffusers' output classes) that hold them; other values are those of `tuned`."""
     if torch.is_tensor(tuned) and tuned.is_floating_point():
         start, end = wide(base, tuned)
         return torch.lerp(start, end, weight).to(tuned.dtype)
@@ -44,10 +42,8 @@ def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
 @contextlib.contextmanager
 def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[None]:
     """Context manager: the modules return base + weight * (tuned - base).
-
     bases: by module, the function that returns the base's output for the same arguments; its own forward is the tuned
-    model's. A call runs both in turn, at twice the cost; at 1 and 0 it runs only one, unchanged.
-    """
+    model's. A call runs both in turn, at twice the cost; at 1 and 0 it runs only one, unchanged."""
     kept = {module: vars(module).get("forward") for module in bases}
     for module, base in bases.items() if weight != 1 else ():
         module.forward = _blending(base, module.forward, weight)
@@ -90,10 +86,8 @@ class Branches:
 
     def at(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Context manager: the pipeline draws with base + weight * (tuned - base).
-
         At 0 it is the base and at 1 the tuned model, bit for bit, at the cost of one.
-        Raises UserError for another weight if a text encoder was tuned too.
-        """
+        Raises UserError for another weight if a text encoder was tuned too."""
         if weight == 0:
             return self._base()
         if weight != 1 and (others := [name for name in self._layers() if name not in self.first]):
@@ -148,9 +142,7 @@ class Teachers:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Context manager: the pipeline calls the teacher's denoisers.
-
-        Raises UserError if it does not load, or reads something else than the policy's.
-        """
+        Raises UserError if it does not load, or reads something else than the policy's."""
         if name not in self.known:
             self.known[name] = self._load(name)
         bases = {module: self.known[name][key].forward for key, module in self.policy.denoisers.items()}
