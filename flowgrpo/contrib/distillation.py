@@ -76,9 +76,7 @@ class States:
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Rows of one call: states of a step, and the time to which the data is noised there.
-
-    noise: [b, *D]. time: index of `times`, a grid whose last entry is not a time.
-    """
+    noise: [b, *D]. time: index of `times`, a grid whose last entry is not a time."""
 
     step: int
     states: States
@@ -116,10 +114,8 @@ class Learner:
 
 class MatchedStudent(Extension):
     """Fake score of a run, and the student's gradient to the teacher's distribution.
-
     states: of this process's samples of the epoch, by step. spec: their rollout. fake, surrogate: further values of the
-    LoRA; None without a learned reward. groups: of the surrogate: samples [G, *D], advantages [G] and prompts [G].
-    """
+    LoRA; None without a learned reward. groups: of the surrogate: samples [G, *D], advantages [G] and prompts [G]."""
 
     name = "distil"
     needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES,

@@ -45,10 +45,8 @@ def growth(c: Tensor, horizon: int) -> float:
 
 class Extrapolation(Extension):
     """Path of a `train.Trainer`'s weights since the last jump: `path`, one snapshot per epoch.
-
     reward: the mean weighted reward of the present epoch; before: that of the epoch before a jump. held: the weights
-    before a jump whose next epoch is not trained yet.
-    """
+    before a jump whose next epoch is not trained yet."""
 
     name = "trajectory"
     # A path of all weights would be copies of them; rewards that judge a jump are of the weights behind it.

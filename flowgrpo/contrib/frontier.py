@@ -110,10 +110,8 @@ SCORES = ("base", "best", "kept")  # of a `Frontier`
 
 class KeepFrontier(Extension):
     """Value of each evaluation on the way by which `training.best` keeps its weights.
-
     rule: measurements so far. eval_only: names of the rewards that the rule guards. beyond: those of them that fell, by
-    the epochs whose trained reward is above that of the kept weights.
-    """
+    the epochs whose trained reward is above that of the kept weights."""
 
     name = NAME
     judges = (NAME,)

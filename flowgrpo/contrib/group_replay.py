@@ -78,9 +78,7 @@ SALT = 7  # of the draws' seeds
 @dataclass(eq=False)
 class Recorded:
     """Recorded group: its prompt, the epoch that drew it, and its part, on the CPU, with advantages and step weights.
-
-    size: its mean |advantage|. logp: the mean log-probability of its decisions.
-    """
+    size: its mean |advantage|. logp: the mean log-probability of its decisions."""
 
     prompt: Prompt
     epoch: int

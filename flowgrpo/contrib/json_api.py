@@ -154,10 +154,8 @@ LARGEST = 1e38  # absolute score, as of float32
 
 class Meter:
     """Count of this process's requests, their cost and the rate at which they begin.
-
     cost: of one request, in any currency. budget: that all may cost together, None for no limit. rate: requests a
-    second, None for no limit. who: begins its lines.
-    """
+    second, None for no limit. who: begins its lines."""
 
     def __init__(self, cost: float, budget: float | None, rate: float | None, who: str = WHO) -> None:
         self.who, self.cost, self.budget, self.rate = who, cost, budget, rate

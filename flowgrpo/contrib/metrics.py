@@ -94,10 +94,7 @@ class Adapted(LocalModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Imscore(Adapted):
-    """Scorer of imscore. All are differentiable, and higher is better.
-
-    model: other weights, a hub id or a folder.
-    """
+    """Scorer of imscore. All are differentiable, and higher is better. model: other weights, a hub id or a folder."""
 
     model: str | None = None
     reward: ClassVar[str] = "imscore"
@@ -124,9 +121,7 @@ class Imscore(Adapted):
 @dataclass(frozen=True, kw_only=True)
 class Pyiqa(Adapted):
     """Metric of pyiqa, by the name in its list of models. Its licence forbids commercial use.
-
-    pyiqa says of which lower is better. Whether a metric has a gradient, a run's trial finds out.
-    """
+    pyiqa says of which lower is better. Whether a metric has a gradient, a run's trial finds out."""
 
     reward: ClassVar[str] = "pyiqa"
     licence: ClassVar[str] = "PolyForm-Noncommercial-1.0.0: not for commercial use; the weights' own"
@@ -143,9 +138,8 @@ class Pyiqa(Adapted):
         super().__post_init__()
 
     def _load(self) -> tuple[Any, ...]:
-        made = self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
-                                                   device=torch.device(self.device or "cpu"), **self.options)
-        return (made,)
+        return (self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
+                                                    device=torch.device(self.device or "cpu"), **self.options),)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [metric] = self.models
@@ -156,10 +150,8 @@ class Pyiqa(Adapted):
 @dataclass(frozen=True, kw_only=True)
 class Torchmetrics(Adapted):
     """Metric of torchmetrics: a class of `torchmetrics.image` or `torchmetrics.multimodal`.
-
     The class says whether higher is better and whether it is differentiable. higher_is_better: says it where the class
-    does not. It scores one image at a time.
-    """
+    does not. It scores one image at a time."""
 
     higher_is_better: bool | None = None
     reward: ClassVar[str] = "torchmetrics"

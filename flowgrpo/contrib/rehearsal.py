@@ -28,9 +28,7 @@ from flowgrpo.types import unwrap
 
 class RehearsedSamples(Extension):
     """Recorded samples of the base model. A resumed run draws the same ones again, so a checkpoint holds none.
-
-    parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
-    """
+    parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch."""
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)

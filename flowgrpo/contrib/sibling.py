@@ -109,9 +109,7 @@ def project(down: Tensor, up: Tensor, u: Tensor, v: Tensor) -> None:
 
 class Worn:
     """Weights and scheduler of a sibling, which a policy has inside `on`.
-
-    values: by part and name of the frozen parameters, those that differ.
-    """
+    values: by part and name of the frozen parameters, those that differ."""
 
     def __init__(self, policy: PipelinePolicy, config: Config, sibling: Sibling):
         pipe = load_pipeline(sibling.model, config.precision, config.trust_remote_code, files=sibling.files(config),

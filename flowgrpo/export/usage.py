@@ -11,7 +11,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edits, modular, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.frames import is_video, with_fps
+from flowgrpo.policies.pipelines.frames import call_parameters, is_video, with_fps
 from flowgrpo.policies.pipelines.load import (
     MERGED,
     config_source,
@@ -104,7 +104,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     index = _index(config)
     cls = _class(index)
     imports, made = _making(config, index, cls)
-    accepted = list(prompt_inputs.call_parameters(cls)) if cls else []
+    accepted = list(call_parameters(cls)) if cls else []
     embedded = _embeds_guidance(config, index)
     scale = "guidance_scale" if embedded else guidance_argument(accepted)
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}

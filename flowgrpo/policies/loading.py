@@ -1,6 +1,5 @@
 """Stock pipelines with saved weights: loaded on a device, and tuned by a run, its checkpoint or any LoRA, whose headers
-are compared with the model's files before the model is loaded.
-"""
+are compared with the model's files before the model is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `image`; and
-defaults that depend on the model.
-"""
+defaults that depend on the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Protocol of policies: what training, rollouts and evaluation read of a pipeline or of a language model; and the
-precision of a run whose configuration says `auto`.
-"""
+precision of a run whose configuration says `auto`."""
 
 from __future__ import annotations
 

@@ -34,10 +34,8 @@ def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class JointTransitions(Transitions):
     """Recorded transitions of m samples, merged into one transition per sample.
-
     It goes from the first state x [m,*D] to the last x_next [m,*D] and carries the joint old score.
-    links: the transitions, in grid order.
-    """
+    links: the transitions, in grid order."""
 
     links: tuple[Transitions, ...] = ()
 

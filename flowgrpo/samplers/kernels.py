@@ -171,10 +171,8 @@ WAVES = 4  # frequencies of the time embedding
 
 class NoiseNet(torch.nn.Module):
     """Noise level of every latent value x at time s, from 0 (the lower bound) to 1 (the upper bound).
-
     One hidden layer on x and on sines and cosines of s. It reads one value at a time, so it fits latents of any shape.
-    Its initial output is 1/2 everywhere.
-    """
+    Its initial output is 1/2 everywhere."""
 
     def __init__(self, width: int):
         super().__init__()

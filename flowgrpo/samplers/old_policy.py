@@ -55,10 +55,8 @@ class Weights(Protocol):
 
 class OldPolicy:
     """Old weights of a policy, `held` as they are in `epoch`, on the device if they are small; None without a lag.
-
     weights: the present ones. The factors A and B of a LoRA are averaged separately.
-    updates: the number of optimizer updates of the run, set by the trainer.
-    """
+    updates: the number of optimizer updates of the run, set by the trainer."""
 
     updates = 0
 

@@ -1,6 +1,5 @@
 """Records of a rollout: its specification, and groups with their recorded transitions; what samplers read of a
-pipeline, as protocols of policies and encoded prompts.
-"""
+pipeline, as protocols of policies and encoded prompts."""
 
 from __future__ import annotations
 
@@ -301,10 +300,7 @@ C = TypeVar("C", bound=EncodedPrompts, contravariant=True)
 
 
 class Replayer(Protocol[C]):
-    """Model whose transitions can be scored again.
-
-    device: of its forwards. states: of recorded states.
-    """
+    """Model whose transitions can be scored again. device: of its forwards. states: of recorded states."""
 
     @property
     def device(self) -> torch.device: ...

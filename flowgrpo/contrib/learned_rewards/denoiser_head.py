@@ -110,10 +110,8 @@ def without_prompts(conditioning: Conditioning, empty: Conditioning) -> Conditio
 
 class DenoiserHead(nn.Module):
     """Linear score of a frozen pipeline's features: (features - mean) / scale @ weight.
-
     policy: of the pipeline; None for a head that is only written. width: F. evidence: errors are among the features.
-    sees: a reward whose score is the last feature.
-    """
+    sees: a reward whose score is the last feature."""
 
     mean: Tensor
     scale: Tensor

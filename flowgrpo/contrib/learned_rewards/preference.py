@@ -125,9 +125,7 @@ class Preference(LocalModel):
 @dataclass(frozen=True)
 class TextPreference(Preference):
     """Human or judge preference, learned from pairs of texts by `flowgrpo reward train --model`.
-
-    Arguments and scores as of `Preference`.
-    """
+    Arguments and scores as of `Preference`."""
 
     about = About(modality="text", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
 

@@ -103,9 +103,7 @@ class Modulated(nn.Module):
 
 class ClipHead(nn.Module):
     """Head on the embeddings of a frozen CLIP model: image, prompt, and their product, through one hidden layer.
-
-    clip: model and tokenizer of open_clip as in `ClipScore`, on their device. aspects: A.
-    """
+    clip: model and tokenizer of open_clip as in `ClipScore`, on their device. aspects: A."""
 
     def __init__(self, clip: ClipScore, aspects: int) -> None:
         super().__init__()

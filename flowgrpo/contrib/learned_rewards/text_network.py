@@ -26,9 +26,7 @@ LONGEST = 1024  # tokens of a prompt with its completion; a longer text loses it
 
 class TextHead(nn.Module):
     """Language model with a linear head on its last state, at the end of prompt and completion.
-
-    body, tokenizer: of transformers. aspects: A. frozen: the body is not trained, and `rows` are its states.
-    """
+    body, tokenizer: of transformers. aspects: A. frozen: the body is not trained, and `rows` are its states."""
 
     def __init__(self, body: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aspects: int, frozen: bool = False):
         super().__init__()

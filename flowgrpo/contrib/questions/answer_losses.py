@@ -136,10 +136,8 @@ def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list
 
 class AnswerLosses(DataLosses):
     """Cross entropy, or the policy gradient of GRPO, of answers about the run's own images; and of the images.
-
     The mean is over the images of a batch. counted: right answers, in millionths, and questions since the last
-    `metrics`: shares of drawn answers that are right, or probabilities of the right ones.
-    """
+    `metrics`: shares of drawn answers that are right, or probabilities of the right ones."""
 
     def __init__(self, part: SelfAnswers, run: Run):
         self.part, self.run = part, run

@@ -26,9 +26,7 @@ INSTALL = "pip install spacy && python -m spacy download en_core_web_sm"
 class Phrases:
     """Noun phrases of prompts, as T2I-CompBench finds them: by spaCy's `model`, loaded at the first prompt that needs
     it.
-
-    key: metadata key of a prompt's own phrases, a list of texts; they come first.
-    """
+    key: metadata key of a prompt's own phrases, a list of texts; they come first."""
 
     model: str = "en_core_web_sm"
     key: str = "noun_phrases"

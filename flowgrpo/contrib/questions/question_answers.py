@@ -38,10 +38,8 @@ ALWAYS = ("yes", "no")  # answers known by every such network
 @dataclass(frozen=True)
 class ByFolder:
     """Probability of the right answer or its logit, or 1 if it is the likeliest of the choices (`score` "share").
-
     arguments: of `LocalModel`.
-    Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them.
-    """
+    Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them."""
 
     folder: str
     score: str

@@ -32,8 +32,7 @@ WRITER = ("Write at most 8 short questions that tell whether a picture shows the
 
 @dataclass(frozen=True)
 class Question:
-    """Question with its right answer and the choices, which include the right answer.
-    Raises UserError for others."""
+    """Question with its right answer and the choices, which include the right answer. Raises UserError for others."""
 
     question: str
     answer: str

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.contrib.features import PhaseKeys
-from flowgrpo.contrib.step_size.signals import Reading, Signal, Tokens, Velocity
+from flowgrpo.contrib.step_size.signals import Reading, Tokens, Velocity
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.setup import Setup
@@ -172,7 +172,7 @@ class StepSize(Extension):
         self.kind: type[Tokens] | type[Velocity] = Tokens if text else Velocity
         self.calibration = Calibration(settings.target or target, settings.updates, self.kind.reach)
         self.states = settings.states or states
-        self.signal: Signal | None = None
+        self.signal: Velocity | Tokens | None = None
         self.reading: Reading | None = None
         self.before: dict[str, Tensor] = {}
         self.first = 0

@@ -93,9 +93,7 @@ class Taste:
 @dataclass(frozen=True)
 class Drawn:
     """Batch of questions that is drawn and waits for its votes.
-
-    prompts: of its questions. checks: prompts of its checks.
-    """
+    prompts: of its questions. checks: prompts of its checks."""
 
     batch: int
     prompts: list[str]

@@ -20,10 +20,8 @@ TIE, SKIP = "tie", "skip"
 @dataclass(frozen=True)
 class Question:
     """Images of one prompt, of which the user chooses the best.
-
     batch, place: its number. check: the images are the base's and the present model's, from the same noise, and no
-    training reads the vote.
-    """
+    training reads the vote."""
 
     batch: int
     place: int
@@ -55,9 +53,7 @@ class Vote:
 
 class VoteLog:
     """File of votes, a line each, appended and synced: `votes` and their `questions`, by the question's name, in order.
-
-    A line that a kill cut off is dropped. Raises UserError for a file of something else.
-    """
+    A line that a kill cut off is dropped. Raises UserError for a file of something else."""
 
     def __init__(self, file: Path):
         self.file, self.votes, self.questions = file, dict[str, Vote](), dict[str, Question]()

@@ -64,9 +64,7 @@ def consistency(features: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class _Consistency(LocalModel):
     """Consistency of a clip's frames by the features of one network.
-
-    model, revision: of transformers, a folder or hub id.
-    """
+    model, revision: of transformers, a folder or hub id."""
 
     model: str = ""
     revision: str | None = None

@@ -1,6 +1,5 @@
 """Attention of denoisers: kernels by name, those of diffusers that have a backward; and context parallelism, by which a
-team of processes shares the tokens of its rows (Ulysses).
-"""
+team of processes shares the tokens of its rows (Ulysses)."""
 
 from __future__ import annotations
 
@@ -22,10 +21,8 @@ from flowgrpo.packages import present
 @dataclass(frozen=True)
 class Kernel:
     """Attention backend of diffusers, and its requirements.
-
     package: that has to be installed, "" for none. capability: lowest compute capability of the GPU; (0, 0): any
-    device. half: only bf16 and fp16.
-    """
+    device. half: only bf16 and fp16."""
 
     backend: str
     package: str = ""

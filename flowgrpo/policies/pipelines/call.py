@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
-from flowgrpo.policies.pipelines.frames import is_video, rate_of, rgb
+from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
 from flowgrpo.policies.weights.forwards import FUSED, plain
@@ -296,7 +296,7 @@ def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Mo
 def require_arguments(cls: type, call: Collection[str], denoisers: Iterable[torch.nn.Module] | None = None) -> None:
     """Raise UserError for arguments of `image` that calls of a pipeline class do not take, or that another key sets.
     denoisers: None before they are loaded, when it is not known whether guidance is embedded."""
-    accepted = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    accepted = call_parameters(cls)
     if unknown := sorted(set(call) - set(accepted)):
         raise UserError(f"`image`: {cls.__name__} takes no {unknown[0]!r}"
                         f"{nearest(unknown[0], sorted(set(accepted) - {'self'}))}")
@@ -408,10 +408,8 @@ SIZE = 64  # inputs whose encoding is kept
 
 class EncoderCache:
     """Cache of frozen modules: `encode` of those that have one, the forward of the others.
-
     Inside `with memo():` a latent distribution gives its mean in place of a sample, so that an image has one encoding,
-    in rollout and replay alike.
-    """
+    in rollout and replay alike."""
 
     def __init__(self, modules: dict[str, torch.nn.Module]):
         self.modules = modules
@@ -476,9 +474,7 @@ PLAIN = (bool, int, float, str, torch.dtype)  # of values that may serve all pro
 
 class EncodePrompt:
     """Encodes prompts by calls of the pipeline with no steps to do, and keeps what its `encode_prompt` returns there.
-
-    encoders: which have to be here; live: they are trained (TexForce, 2311.15657), and gradients go through.
-    """
+    encoders: which have to be here; live: they are trained (TexForce, 2311.15657), and gradients go through."""
 
     def __init__(self, driver: PipelineCall, encoders: Encoders, live: bool):
         self.driver, self.encoders, pipe = driver, encoders, driver.pipe

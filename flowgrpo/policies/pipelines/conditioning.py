@@ -196,10 +196,8 @@ class PromptEncoder(Pictured, Protocol):
 
 class PromptCache:
     """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`.
-
     limit: bytes of the memory. The prompt that was not read for the longest time is dropped first.
-    name: of the folder's folder with these prompts, for a policy without text encoders: all have to be there.
-    """
+    name: of the folder's folder with these prompts, for a policy without text encoders: all have to be there."""
 
     def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT, name: str | None = None):
         self.policy, self.limit, self.name = policy, limit, name

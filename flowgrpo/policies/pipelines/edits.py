@@ -78,27 +78,25 @@ class Trunk(nn.Module):
         return self.blocks(torch.cat([hidden, self.read(prompts)], 1))[:, :hidden.shape[1]]
 
 
-class EditNetwork(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]; 0 everywhere at its start."""
+class Headed(nn.Module):
+    """Trunk and one layer of `outputs` values on it, which are 0 everywhere at its start."""
 
-    def __init__(self, channels: int, prompt: int, width: int, depth: int):
+    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int):
         super().__init__()
-        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, channels)
+        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
+
+
+class EditNetwork(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]."""
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         return untokens(self.leave(self.trunk(x, prompts)), x)
 
 
-class Critic(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image; 0 everywhere at its start."""
-
-    def __init__(self, channels: int, prompt: int, width: int, depth: int):
-        super().__init__()
-        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, 1)
-        nn.init.zeros_(self.leave.weight)
-        nn.init.zeros_(self.leave.bias)
+class Critic(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image."""
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         return self.leave(self.trunk(x, prompts).mean(1))[:, 0]
@@ -106,17 +104,16 @@ class Critic(nn.Module):
 
 class Editor:
     """Both networks with their `Edit`: `replay` gives the mean of a decision, `value` the value of a final latent.
-
     channels, prompt: of a latent's tokens and the prompt's; device: where both are; states: where recorded states
-    wait. Initialised by torch's global seed.
-    """
+    wait. Initialised by torch's global seed."""
 
     def __init__(self, edit: Edit, channels: int, prompt: int, device: torch.device | str = "cpu",
                  states: torch.device | str = "cpu"):
         self.edit, self.device, self.states = edit, torch.device(device), torch.device(states)
         self.sizes = {"channels": channels, "prompt": prompt}
         sizes = channels, prompt, edit.width, edit.depth
-        self.networks = nn.ModuleDict({"edit": EditNetwork(*sizes), "critic": Critic(*sizes)}).to(self.device)
+        networks = {"edit": EditNetwork(*sizes, channels), "critic": Critic(*sizes, 1)}
+        self.networks = nn.ModuleDict(networks).to(self.device)
 
     def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
                step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:
@@ -187,9 +184,7 @@ def _places(count: int, width: int) -> Tensor:
 
 class EditPolicy(PipelinePolicy):
     """Frozen `PipelinePolicy`, and a trained `Editor` of its final latents.
-
-    edit: how; or a folder that a run saved, to draw with what it learned. options: those of `PipelinePolicy`.
-    """
+    edit: how; or a folder that a run saved, to draw with what it learned. options: those of `PipelinePolicy`."""
 
     def __init__(self, pipe: Any, edit: Edit | Path, **options: Any):
         super().__init__(pipe, None, **options)

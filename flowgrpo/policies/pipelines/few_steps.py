@@ -37,9 +37,7 @@ LEVEL = 0.8  # of CPS: an SDE step whose noise stays that of the next noise leve
 @dataclass(frozen=True)
 class Facts:
     """Facts of a pipeline: its class, scheduler, and the configurations of its denoisers.
-
-    names: of the repository, and of files that change its denoiser. index: of model_index.json.
-    """
+    names: of the repository, and of files that change its denoiser. index: of model_index.json."""
 
     names: Sequence[str] = ()
     pipeline: str = ""

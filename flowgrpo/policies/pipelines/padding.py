@@ -1,6 +1,5 @@
 """Lengths of encoded prompts: padded as a pipeline does it, with zeros on the right and a mask; and the prompts that
-its text encoders do not read to the end.
-"""
+its text encoders do not read to the end."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ def pad_calls(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
 
 
 def to_json(masks: Masks | None) -> str:
-    """Return what was learned as JSON."""
     return json.dumps(masks and [[kind and str(kind).removeprefix("torch.") for kind in kinds] for kinds in masks])
 
 

@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.pipelines.frames import fitting_sides, is_video, with_fps
+from flowgrpo.policies.pipelines.frames import call_parameters, fitting_sides, is_video, with_fps
 
 # What a pipeline raises that refuses its arguments.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
@@ -39,9 +39,7 @@ SEVERAL = ("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenI
 
 class Pictured(Protocol):
     """Policy whose pipeline may take images.
-
-    given: images of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all.
-    """
+    given: images of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all."""
 
     pipe: Any
     call: dict[str, Any]
@@ -50,11 +48,6 @@ class Pictured(Protocol):
 
     @property
     def accepts(self) -> Collection[str]: ...
-
-
-def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a pipeline class's call."""
-    return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
 def names(cls: type) -> dict[str, str]:
