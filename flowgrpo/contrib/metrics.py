@@ -143,9 +143,8 @@ class Pyiqa(Adapted):
         super().__post_init__()
 
     def _load(self) -> tuple[Any, ...]:
-        made = self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
-                                                   device=torch.device(self.device or "cpu"), **self.options)
-        return (made,)
+        return (self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
+                                                    device=torch.device(self.device or "cpu"), **self.options),)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [metric] = self.models

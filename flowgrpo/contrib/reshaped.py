@@ -61,8 +61,7 @@ class Reshaped(AdvantageRule):
         """Advantages [P, G]. total: the weighted sums of the rewards [P, G], NaN where none applies."""
         raise NotImplementedError
 
-    def require_inner(self) -> None:
-        """Raise ValueError if the inner comparison is none."""
+    def __post_init__(self) -> None:
         if not isinstance(self.advantage, AdvantageRule):
             raise ValueError(f"{type(self).__name__}: advantage is {self.advantage!r}, expected a comparison such as "
                              "Advantage")
@@ -84,9 +83,6 @@ class Difficulty(Reshaped):
     power: Annotated[float, Above(0)] = 1.0
     task: str | None = None
     given: str | None = None
-
-    def __post_init__(self) -> None:
-        self.require_inner()
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1).nan_to_num(0)
@@ -145,9 +141,6 @@ class Confidence(Reshaped):
     against: Annotated[str, OneOf(AGAINST)] = "reference"
     clamp: Annotated[float, Above(0)] = 10.0
 
-    def __post_init__(self) -> None:
-        self.require_inner()
-
     @property
     def further(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("reference",) if self.against == "reference" else ()
@@ -181,9 +174,6 @@ class Unconfident(Reshaped):
     kappa: Annotated[float, AtLeast(0)] = 0.0
     clamp: Annotated[float, Above(0)] = 5.0
 
-    def __post_init__(self) -> None:
-        self.require_inner()
-
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         logp = of_samples(context, "logp", total, "Unconfident").to(total)
         term = self.alpha * (logp.mean(1, keepdim=True) - logp)
@@ -208,9 +198,6 @@ class Consistency(Reshaped):
 
     advantage: AdvantageRule = STANDARDISED
     clamp: Annotated[float, Above(0)] = 5.0
-
-    def __post_init__(self) -> None:
-        self.require_inner()
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1, keepdim=True)

@@ -28,7 +28,6 @@ class Influence(AdvantageRule):
     clamp: Clamp = 5.0
 
     def require(self, weights: Sequence[float]) -> None:
-        """Raise ValueError for weights of a run's rewards that it cannot read."""
         if min(weights) < 0 or not sum(weights) > 0:
             raise ValueError(f"Influence: the weights are {list(weights)}, expected 0 or more, and one above")
 
@@ -90,7 +89,6 @@ class Hypervolume(AdvantageRule):
     clamp: Clamp = 5.0
 
     def require(self, weights: Sequence[float]) -> None:
-        """Raise ValueError for weights of a run's rewards that it cannot read."""
         if len(weights) > 4 or min(weights) < 0:
             raise ValueError(f"Hypervolume: the weights are {list(weights)}, expected at most 4 of 0 or more")
 
@@ -175,7 +173,6 @@ class ForwardCorrected(AdvantageRule):
     misses: Annotated[float | None, AtLeast(0, below=1, words="a rate from 0 to below 1, or None")] = None
 
     def require(self, weights: Sequence[float]) -> None:
-        """Raise ValueError for weights of a run's rewards that it cannot read."""
         if len(weights) != (1 if self.misses is not None else 2):
             raise ValueError(f"ForwardCorrected with misses {self.misses}: {len(weights)} rewards, expected one "
                              "verdict with misses set, or the verdict and its recheck without")

@@ -33,7 +33,8 @@ class HubPrompts:
     id: OWNER/NAME, or a folder of that form. config: its configuration.
     column: of the prompts; None takes the first of `COLUMNS` that the dataset has. limit: number of rows, None for all.
     streaming: read rows as they arrive, in place of downloading the whole dataset first.
-    unique: take each text once, without the other columns, which belong to one of its rows."""
+    unique: take each text once, without the other columns, which belong to one of its rows.
+    """
 
     id: str
     config: str | None = None

@@ -34,9 +34,11 @@ _seen: dict[str, Size] = {}  # by file: the size that a pipeline squeezed it to
 
 def read_image(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
     """Image of a file as upright RGB; with a size, as a model that draws in that size saw it.
+
     fit: "squeeze" to scale it without regard to its proportions, "crop" to scale it to fill the size and to cut the
     sides that stand over; None: as `fit_of`. Transparency is laid on white; opaque: refused. Raises UserError if it is
-    none, for several in a file, and for one whose values are not clear."""
+    none, for several in a file, and for one whose values are not clear.
+    """
     require_open()
     with open_checked(path) as image:
         require_single(image)
@@ -86,7 +88,8 @@ class Clip:
     path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of images in the order of
     their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is
     scaled to fill; None leaves them. modified: of the file, so that a changed one is another clip.
-    Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read."""
+    Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
+    """
 
     path: str
     count: int

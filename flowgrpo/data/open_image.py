@@ -1,5 +1,6 @@
 """Image files that others made: opened within limits, upright, as RGB of what their maker saw. A reward server opens
-no file that a client names."""
+no file that a client names.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ class Unclear(ValueError):
 @contextmanager
 def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image]:
     """Open an image's file. most: its pixels. what: expected content in an error, such as "a video".
+
     Raises UserError for a file that is not regular, of another format than FORMATS, too large or damaged; also for an
-    error of the body, since many files are decoded there."""
+    error of the body, since many files are decoded there.
+    """
     from PIL import Image, UnidentifiedImageError
 
     if why := unfit(path):
@@ -132,8 +135,10 @@ def require_single(image: Image) -> None:
 
 def levels(image: Image) -> np.ndarray | None:
     """Samples [H, W] in [0, 1], float32, of a grey image of more than 8 bits; None for other images.
+
     Integers of 16 bits, and TIFFs of 12, have their full range. Values of 32 bits have none: floats from 0 to 1 are
-    taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others."""
+    taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others.
+    """
     import numpy as np
 
     tags: Any = getattr(image, "tag_v2", {})

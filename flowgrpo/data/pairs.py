@@ -34,8 +34,11 @@ Prompts = list[Prompt]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images, or two texts, of a prompt. verdicts: by aspect 1 for `chosen`, 0 for `rejected`, 1/2 for a tie.
-    margins: by aspect the score of `chosen` less that of `rejected`, where a judge has said them."""
+    """Two images, or two texts, of a prompt.
+
+    verdicts: by aspect 1 for `chosen`, 0 for `rejected`, 1/2 for a tie.
+    margins: by aspect the score of `chosen` less that of `rejected`, where a judge has said them.
+    """
 
     prompt: str
     chosen: Path | str
@@ -99,9 +102,11 @@ def without_ties(pairs: Sequence[Pair]) -> list[Pair]:
 
 def split(pairs: list[Pair], held_out: float | str, text: bool = False) -> tuple[list[Pair], list[Pair]]:
     """Split pairs into (train, held out); no prompt is ever on both sides. text: of a file, as in `load_pairs`.
+
     A share holds out the pairs of that part of the different prompts, always the same ones. A path is read as the
     held-out pairs, and the pairs of their prompts leave the training side.
-    Raises UserError if a side is left empty."""
+    Raises UserError if a side is left empty.
+    """
     if isinstance(held_out, str):
         held = load_pairs(held_out, text)
         texts = {pair.prompt for pair in held}

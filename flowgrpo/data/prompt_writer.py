@@ -1,5 +1,6 @@
 """New prompts: from templates with slots, from the lines of a language model's answer, and of proxy tasks, made from
-captions and from scored completions, with `exact_match` as their reward."""
+captions and from scored completions, with `exact_match` as their reward.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,10 @@ INVERT = "{question}\nName the choices that do NOT answer this question, all of 
 
 @dataclass(frozen=True)
 class Templates:
-    """Templates such as "a photo of {count} {animal}" with the words of their slots. slots: by slot its words with the
-    value that the metadata gets. metadata: of every prompt."""
+    """Templates such as "a photo of {count} {animal}" with the words of their slots.
+
+    slots: by slot its words with the value that the metadata gets. metadata: of every prompt.
+    """
 
     templates: tuple[str, ...]
     slots: Mapping[str, Mapping[str, Any]]
@@ -157,8 +160,10 @@ def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str
 
 def with_inversions(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Prompts with choices, each followed by its inversion, whose answer is all other choices (TW-GRPO).
+
     The metadata have `choices`, the labels of the choices in the text, and `answer`, one of them or a list. Prompts
-    that have none are left out. Raises UserError if none has them, and for an answer that is no choice."""
+    that have none are left out. Raises UserError if none has them, and for an answer that is no choice.
+    """
     made = []
     for prompt in prompts:
         choices, right = prompt.metadata.get("choices"), prompt.metadata.get("answer")
@@ -195,8 +200,10 @@ def corrupt(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
 
 def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
     """Prompt to find the error for each prompt whose metadata has a `caption` that can hold one.
+
     The wrong expression is metadata.answer, the right one metadata.right; images stay. The same seed makes the same
-    errors. Raises UserError if no prompt yields one."""
+    errors. Raises UserError if no prompt yields one.
+    """
     made = []
     for prompt in prompts:
         caption = prompt.metadata.get("caption")
@@ -213,8 +220,10 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
 
 def critiques(prompts: Sequence[Prompt], share: float = 0.2, seed: int = 0) -> list[Prompt]:
     """Prompts, and critiques of their solutions as a share of all of them.
+
     A prompt's metadata has `solutions`, a list of {"text": ..., "right": true}. As many critiques of right solutions as
-    of wrong ones are drawn, as far as there are. Raises UserError if there are too few for the share."""
+    of wrong ones are drawn, as far as there are. Raises UserError if there are too few for the share.
+    """
     if not 0 < share < 1:
         raise UserError(f"share is {share}, expected above 0 and below 1")
     drawn: dict[bool, list[Prompt]] = {True: [], False: []}

@@ -69,9 +69,11 @@ class Guidance:
 @dataclass(frozen=True)
 class Prompt:
     """One prompt; `image` is the path of its first reference image, `weight` its relative frequency in training.
+
     inputs: all files that it brings. The metadata holds their full paths under their keys, unless it has such a key
     already.
-    guided: the input under which it is sampled; None: its own. Rewards and reports see `text` and the metadata."""
+    guided: the input under which it is sampled; None: its own. Rewards and reports see `text` and the metadata.
+    """
 
     text: str
     negative: str | None = None

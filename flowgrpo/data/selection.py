@@ -1,5 +1,6 @@
 """Choice of prompts from sets: without duplicates, by recorded success rates, in a mixture; and features of texts
-without a model: hashed words and pairs of words. Pure functions."""
+without a model: hashed words and pairs of words. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ def grams(text: str, size: int) -> frozenset[tuple[str, ...]]:
 
 def deduplicate(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
     """Prompts without repetitions, the first one of each kept.
+
     Two texts are the same if their words are; and near each other if the share of n-grams that both have, among those
-    that either has (Jaccard), is at least `near`. Prompts with different files are never the same."""
+    that either has (Jaccard), is at least `near`. Prompts with different files are never the same.
+    """
     kept: list[Prompt] = []
     exact: set[tuple[str, ...]] = set()
     found: list[frozenset[tuple[str, ...]]] = []
@@ -76,9 +79,11 @@ def rank(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
 
 def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int | None, seed: int) -> list[Prompt]:
     """Prompts of several sets in proportion to `weights`.
+
     With a count, so many prompts, drawn at random from each set. Without one, all prompts, whose own weights then give
     the sets their shares of what training draws.
-    Raises UserError for a set with fewer prompts than its share."""
+    Raises UserError for a set with fewer prompts than its share.
+    """
     shares = np.array(weights) / sum(weights)
     if count is None:
         if len(sets) == 1:
@@ -103,8 +108,10 @@ def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int |
 def best_mixture(mixtures: Sequence[Sequence[float]], scores: Sequence[float], seed: int = 0) -> np.ndarray:
     """Mixture [k] with the largest predicted score, of a quadratic surrogate that is fitted to the scores [n] of tried
     mixtures [n,k] (MoDoMoDo, 2505.24871).
+
     Mixtures are divided by their sums. On the simplex the quadratic is sum b_i x_i + sum b_ij x_i x_j, i < j. Raises
-    UserError for fewer mixtures than it has coefficients."""
+    UserError for fewer mixtures than it has coefficients.
+    """
     tried = np.array(mixtures, dtype=float)
     tried /= tried.sum(1, keepdims=True)
     fitted = _quadratic(tried)

@@ -172,7 +172,8 @@ def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list
     A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
     the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
     text with another image is another text.
-    Raises UserError if a side is left empty."""
+    Raises UserError if a side is left empty.
+    """
     if isinstance(held_out, str):
         held = load(held_out)
         keys = {prompt.key for prompt in held}
@@ -234,7 +235,9 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def require_suited(config: Config) -> None:
     """Raise UserError for a test set that is trained on, unless `train_on_test_set`; and for a held-out share of a set
     that brings held-out prompts, where it would have no effect.
-    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts."""
+
+    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts.
+    """
     if not config.train_on_test_set and config.preferences is None and (name := test_set(config.prompts)):
         one = SETS[name]
         raise UserError(f"prompts: {config.prompts} is a test set ({one.source}), on which a model that trained on it "

@@ -35,9 +35,11 @@ class BestOf:
     def pick(self, drawn: Sequence[Any], prompts: Sequence[Prompt], fps: float | None = None
              ) -> list[tuple[int, float]]:
         """Return (place of the best among its draws, its score) of each of the prompts.
-        drawn: `count` consecutive samples per prompt. fps: frames per second of clips. A draw without a score is never
-        the best.
-        Raises UserError for a prompt of which no draw has a score."""
+
+        drawn: `count` consecutive samples per prompt. fps: frames per second of clips.
+        A draw without a score is never the best.
+        Raises UserError for a prompt of which no draw has a score.
+        """
         best = []
         for at, prompt in enumerate(prompts):
             some = list(drawn[at * self.count:(at + 1) * self.count])
@@ -60,8 +62,10 @@ class BestOf:
 
 def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf | None:
     """Choice that --best-of and --by ask for; None for one draw.
+
     by: name of a reward, where a run's rewards keep their rules, or its rule by name. config: of the run.
-    Raises UserError for one of the two options alone, and for several rewards."""
+    Raises UserError for one of the two options alone, and for several rewards.
+    """
     if count == 1 and not by:
         return None
     if count < 2 or not by:

@@ -87,10 +87,12 @@ OF_TEXTS = ("checkpoints", "runs", "seeds")
 
 def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
                summary: grid.Summary | None = None, fps: float | None = None) -> Path:
-    """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first image have
-    a green triangle up, below it a red one down.
+    """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first image
+    have a green triangle up, below it a red one down.
+
     Images are resized as on the PNG page (grid.py); clips are videos, or animated WebPs without an encoder.
-    summary: the last row. fps: frames per second of clips."""
+    summary: the last row. fps: frames per second of clips.
+    """
     path = Path(path)
     sourced = any(row.sources for row in rows)
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in (["source"] * sourced + [*columns]))
@@ -184,9 +186,11 @@ def _line(name: str, value: float, before: float, digits: int, below: str = "") 
 @dataclass(frozen=True)
 class Column:
     """One column of a page.
+
     weights: a run's folder, one of its checkpoints, or None for the base. Also: the seed, and the arguments of the
     pipeline's call or the `text` settings of a language model.
-    rlg: draw with base + rlg * (tuned - base)."""
+    rlg: draw with base + rlg * (tuned - base).
+    """
 
     name: str
     weights: Path | None

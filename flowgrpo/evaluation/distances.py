@@ -29,8 +29,10 @@ MOST = 32  # images of a reward
 
 def fid(one: Tensor, other: Tensor) -> float:
     """Frechet distance of two Gaussians with the means and covariances of features [N, D] and [M, D].
+
     |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), Heusel et al. 2017 (1706.08500), equation 6; the covariances have a
-    divisor of N - 1, as in torchmetrics. Computed in float64. It is biased upwards by few images."""
+    divisor of N - 1, as in torchmetrics. Computed in float64. It is biased upwards by few images.
+    """
     one, other = one.double(), other.double()
     covariances = torch.atleast_2d(torch.cov(one.T)), torch.atleast_2d(torch.cov(other.T))
     values, vectors = torch.linalg.eigh(covariances[0])
@@ -42,8 +44,10 @@ def fid(one: Tensor, other: Tensor) -> float:
 
 def kid(one: Tensor, other: Tensor) -> float:
     """Unbiased squared MMD of features [N, D] and [M, D] under the kernel (x y / D + 1)^3.
+
     Binkowski et al. 2018 (1801.01401), section 3; of all images, where torchmetrics averages over random subsets.
-    Computed in float64. An unbiased estimate may be below 0."""
+    Computed in float64. An unbiased estimate may be below 0.
+    """
     one, other = one.double(), other.double()
     pairs = ((one, one), (other, other), (one, other))
     *alike, mixed = ((x @ y.T / x.shape[1] + 1) ** 3 for x, y in pairs)
@@ -56,8 +60,10 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], float]] = {"fid": fid, "kid": ki
 
 def require(names: Sequence[str], features: str | Callable, images: int, size: tuple[int, int]) -> None:
     """Raise UserError for an unknown distance, for features of pixels, and for fewer images than a distance needs.
+
     images: of each set. FID needs more images than features, since a covariance has full rank only then; KID needs
-    LEAST. size: height and width of an image, at which the features are counted."""
+    LEAST. size: height and width of an image, at which the features are counted.
+    """
     for name in names:
         if name not in DISTANCES:
             raise UserError(f"--distance: got {name!r}, expected {' or '.join(DISTANCES)}, or both with a comma")
@@ -78,8 +84,10 @@ def require(names: Sequence[str], features: str | Callable, images: int, size: t
 def measure_distances(names: Sequence[str], features: str | Callable, base: Iterable[Tensor], tuned: Iterable[Tensor]
              ) -> dict[str, Any]:
     """Distances by name, the features and the number of images of each set.
+
     base, tuned: batches of images [B, 3, H, W] in [0, 1], or of clips [B, F, 3, H, W], of which the middle frame is
-    taken. Raises UserError for features that are not finite."""
+    taken. Raises UserError for features that are not finite.
+    """
     extract = guards.extractor(features)
     sets = [torch.cat([torch.as_tensor(extract(batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]))
                        .detach().cpu().flatten(1) for batch in batches]) for batches in (base, tuned)]
@@ -93,8 +101,10 @@ def measure_distances(names: Sequence[str], features: str | Callable, base: Iter
 def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, Any] | None:
     """Mean SSIM of pairs of images [N, 3, H, W] of the same prompts and seeds, and their number; None for anything
     else, and for images smaller than SSIM's window.
+
     Images are rounded to 8 bits, as in a run's files, and averaged down to a shorter side of about SHORT, as the
-    authors of SSIM advise."""
+    authors of SSIM advise.
+    """
     if isinstance(base, list) or isinstance(tuned, list) or base.ndim != 4 or base.shape != tuned.shape:
         return None
     factor = max(1, round(min(base.shape[-2:]) / SHORT))

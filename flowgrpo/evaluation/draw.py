@@ -132,9 +132,11 @@ DRAWINGS = Medium("image", Drawer, Ledger, _between_images, 8, "image")
 
 def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
     """What a model makes: images or clips by denoising, texts, or images by image tokens.
+
     config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
     texts.
-    Raises UserError for `generates` of a denoiser."""
+    Raises UserError for `generates` of a denoiser.
+    """
     if build.writes(model, config):
         return DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else TEXTS
     if generates is not None:

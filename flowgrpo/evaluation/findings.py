@@ -1,5 +1,6 @@
 """Results of an evaluation: base against tuned per reward and category, pass@k and majority vote (maj@n) over the
-samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`."""
+samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,11 @@ def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: di
               trained: Sequence[str] | None, unit: str = "images") -> dict:
     """Summarise an evaluation: means with intervals per arm, reward and category (including `all prompts`). With both
     arms also the change, tuned minus base on the same prompt and seed, the win rate, diversity, and drift in words.
+
     scores: [N, S] by arm and reward. spread: distance between the samples of each prompt [N, 1] by arm, or empty.
-    unit: name of the samples. `category_means` is the mean over the categories, the score of some suites (GenEval)."""
+    unit: name of the samples.
+    `category_means` is the mean over the categories, the score of some suites (GenEval).
+    """
     table = Scores(scores, {ALL: list(range(len(suite.cases)))} | suite.categories)
     arms = table.means()
     summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
@@ -147,7 +151,8 @@ def show(results: dict[str, Any]) -> None:
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Probability that one of k samples is right, by the unbiased estimate from n samples with c right:
-    1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
+    1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1).
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right: expected k from 1 and right from 0 to "
                          "the number of samples")
@@ -155,8 +160,11 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Score of the most common answer to a prompt; on a tie the mean over the tied answers. answers: None for a sample
-    without an answer, which gets no vote. With no answers at all the score is 0. NaN if a score is NaN."""
+    """Score of the most common answer to a prompt; on a tie the mean over the tied answers.
+
+    answers: None for a sample without an answer, which gets no vote. With no answers at all the score is 0. NaN if a
+    score is NaN.
+    """
     if any(math.isnan(score) for score in scores):
         return math.nan
     given = [answer for answer in answers if answer is not None]
@@ -179,8 +187,10 @@ def verdicts(rewards: dict[str, Any]) -> list[str]:
 
 def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
     """Pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over prompts.
+
     scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
-    [N,S]."""
+    [N,S].
+    """
     results: dict[str, dict[str, Any]] = {}
     for name, values in scores.items():
         there, count = ~np.isnan(values).any(1), values.shape[1]
@@ -199,8 +209,10 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
 def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
           apart: Callable, distance: tuple[Sequence[str], str | Callable] = ((), "")) -> dict[str, Any]:
     """Write the table, the page and the findings of a finished evaluation to its folder; return the findings.
+
     failed: the number of samples without a score, by reward. apart: the distance between a prompt's samples.
-    distance: names of distances between the tuned and the base's images, and their features."""
+    distance: names of distances between the tuned and the base's images, and their features.
+    """
     known, prompts = ledger.read(), len(suite.cases)
     places = {arm: [[Place(arm, i, k) for k in range(plan.samples)] for i in range(prompts)] for arm in plan.arms}
     scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in rows])

@@ -97,8 +97,10 @@ def seed(trainer: Trainer, reported: bool) -> int:
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """The base's scores on the prompts of evaluations on the way, measured once per run and kept as its first stage. A
-    resumed run reads them back if it measures in the same way."""
+    """The base's scores on the prompts of evaluations on the way, measured once per run and kept as its first stage.
+
+    A resumed run reads them back if it measures in the same way.
+    """
     anew, (choosing, reported) = trainer.progress.best.anew, sides(trainer)
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
@@ -187,7 +189,9 @@ def rules(functions: dict[str, Any]) -> dict[str, Any]:
 def write_before(folder: Path, measured: Measured, settings: dict[str, Any], code: dict[str, str] | None = None,
                  name: str = "before") -> None:
     """Write the base's samples, its scores, the settings of the measurement, and the hashes of the rewards' files.
-    name: of the file and of the samples' folder."""
+
+    name: of the file and of the samples' folder.
+    """
     from torchvision.utils import save_image
 
     texts, frames = measured.images if isinstance(measured.images, list) else None, None
@@ -208,8 +212,10 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any], cod
 
 def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured, began: float, resumed: bool
            ) -> dict[str, Any]:
-    """Save the result, measure it, draw before/after pairs, and write `summary.json`. base: as of `before`. began:
-    time.perf_counter() when the run, or its resumption, began."""
+    """Save the result, measure it, draw before/after pairs, and write `summary.json`.
+
+    base: as of `before`. began: time.perf_counter() when the run, or its resumption, began.
+    """
     # The saved weights are measured, which need not be the last ones.
     config, policy, first, progress = trainer.config, trainer.policy, trainer.processes.first, trainer.progress
     [evaluations] = trainer.processes.total([policy.evaluations])
@@ -279,8 +285,10 @@ def describe_average(config: Config, share: float) -> str | None:
 
 
 def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
-    """For each reward a row per `task` of the prompts' metadata, and one of all prompts, the last. samples: per prompt.
-    A row has the intervals `before`, `after` and `change` as dictionaries."""
+    """For each reward a row per `task` of the prompts' metadata, and one of all prompts, the last.
+
+    samples: per prompt. A row has the intervals `before`, `after` and `change` as dictionaries.
+    """
     tasks = defaultdict(list)
     for number, prompt in enumerate(base.prompts[::samples]):
         if "task" in prompt.metadata:
@@ -320,8 +328,10 @@ def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> 
 
 
 def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequence[str] = ()) -> None:
-    """Print the end of a run: tables of held-out rewards per task, costs, files and the report's sentences. said: what
-    was saved. verdict: the sentences."""
+    """Print the end of a run: tables of held-out rewards per task, costs, files and the report's sentences.
+
+    said: what was saved. verdict: the sentences.
+    """
     console, of = plain_console(), summary["evaluation"]
     for name, tasks in summary["compared"].items():
         caption = "; ".join(filter(None, [f"95 % intervals: {tasks[ALL]['before']['method']}", of.get("anew")]))

@@ -1,5 +1,6 @@
 """Images as files: PNGs that say how they were drawn, under names that are free; and those of a page one by one,
-full-sized, which `flowgrpo compare vote` shows."""
+full-sized, which `flowgrpo compare vote` shows.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ OF_PARTS = (f"*/{LORA_FILE}", f"*/{ADAPTER_FILE}", "*/diffusion_pytorch_model*.s
 def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = None) -> None:
     """Write an image [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
     WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4.
-    fps: frames per second of a clip."""
+
+    fps: frames per second of a clip.
+    """
     if image.ndim == 4:
         save_clip(path, image, parameters, fps)
         return
@@ -47,8 +50,11 @@ def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = N
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
-    """What all images of a call share, by the names of AUTOMATIC1111. arguments: of the call; the pipeline's defaults
-    stand for absent steps and guidance. run: a finished run, its checkpoint, a folder with a LoRA, or its file."""
+    """What all images of a call share, by the names of AUTOMATIC1111.
+
+    arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a finished run, its
+    checkpoint, a folder with a LoRA, or its file.
+    """
     accepted = inspect.signature(pipe.__call__).parameters
     scale = guidance_argument(accepted, denoisers(pipe).values())
     return {"Steps": arguments.get("num_inference_steps", accepted["num_inference_steps"].default),
@@ -60,7 +66,10 @@ def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None,
 
 def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
     """How an image [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the negative
-    prompt (without that line ComfyUI reads nothing), and a line of settings. seed: of the image's own noise."""
+    prompt (without that line ComfyUI reads nothing), and a line of settings.
+
+    seed: of the image's own noise.
+    """
     fields = settings | {"Seed": seed, "Size": f"{image.shape[-1]}x{image.shape[-2]}"}
     line = ", ".join(f"{name}: {quote(value)}" for name, value in fields.items() if value is not None)
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
@@ -144,8 +153,10 @@ def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch
 
 def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], fps: float | None = None
                  ) -> list[str]:
-    """Write the images of each column of a page into a folder below the page's name; return the folders. columns: of
-    images and clips, as of `save`."""
+    """Write the images of each column of a page into a folder below the page's name; return the folders.
+
+    columns: of images and clips, as of `save`.
+    """
     folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
                for number, name in enumerate(names)]
     for folder, images in zip(folders, columns, strict=True):

@@ -1,5 +1,6 @@
 """Images from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
-prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model)."""
+prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model).
+"""
 
 from __future__ import annotations
 
@@ -116,8 +117,10 @@ def require_disk(output: str | Path, files: int) -> None:
 
 
 def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(itertools.chain(*FILES.values()))) -> bool:
-    """Whether `output` is the file of one sample, by its ending, and no folder. Raises UserError if it cannot be
-    written, or is a file and there are several samples."""
+    """Whether `output` is the file of one sample, by its ending, and no folder.
+
+    Raises UserError if it cannot be written, or is a file and there are several samples.
+    """
     ending = Path(output).suffix.lower()
     if ending not in endings or Path(output).is_dir():
         require_folder(output, f" or of one sample's {', '.join(endings)} file")

@@ -31,9 +31,11 @@ FOLDER = "on"  # of the results, in the run's folder
 @dataclass(frozen=True)
 class Sibling:
     """Distilled model and how it is sampled.
+
     model: folder, hub id or a packaged model's name. lora: a file that is fused into it first, such as Lightning's,
     times a scale.
-    scheduler: keys that change its scheduler, as `load.scheduler`."""
+    scheduler: keys that change its scheduler, as `load.scheduler`.
+    """
 
     model: str
     steps: int
@@ -68,8 +70,10 @@ def totals(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
 def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],
            base: Measured, worn: Mapping[float, Measured], seed: int) -> dict[str, Any]:
     """Result in its JSON form.
+
     own: scores before and after training on the run's own model, at its own steps. base: measurement of the sibling;
-    worn: of the sibling with the LoRA, by the LoRA's weight; all of the same prompts and seeds."""
+    worn: of the sibling with the LoRA, by the LoRA's weight; all of the same prompts and seeds.
+    """
     from flowgrpo.evaluation.pages.before_after import arrays
 
     samples = config.eval.samples

@@ -48,9 +48,10 @@ class Share(float):
 @dataclass(frozen=True)
 class Looks:
     """Looks of a measurement.
+
     edge_width: mean over the prompts, in pixels. diversity: mean over the prompts with two images or more; black and
-    white are 1 apart. NaN without any. of_prompts: both of each prompt [N], None where it has none; empty if
-    unknown."""
+    white are 1 apart. NaN without any. of_prompts: both of each prompt [N], None where it has none; empty if unknown.
+    """
 
     edge_width: float = math.nan
     diversity: float = math.nan
@@ -100,8 +101,10 @@ def twins(prompts: int, samples: int) -> int:
 
 
 def features(images: Sequence[Tensor] | Tensor, model: str = "") -> Tensor:
-    """Edge width and miniature [B, 769] of images [3, H, W] in [0, 1], or of clips [F, 3, H, W]. model: of a packaged
-    one's scenes the contours are measured."""
+    """Edge width and miniature [B, 769] of images [3, H, W] in [0, 1], or of clips [F, 3, H, W].
+
+    model: of a packaged one's scenes the contours are measured.
+    """
     import torch
 
     from flowgrpo.rewards import guards
@@ -119,8 +122,10 @@ def features(images: Sequence[Tensor] | Tensor, model: str = "") -> Tensor:
 
 
 def measure_looks(found: Tensor, prompts: Sequence[int], lost: Sequence[bool] = ()) -> Looks:
-    """Looks of images by their `features` [N, D]. prompts: number of each image's prompt, [N]. lost: by that number,
-    prompts that are left out; empty for none."""
+    """Looks of images by their `features` [N, D].
+
+    prompts: number of each image's prompt, [N]. lost: by that number, prompts that are left out; empty for none.
+    """
     import torch
 
     from flowgrpo.rewards import guards

@@ -34,8 +34,10 @@ ANEW_SEED = EVAL_SEED + 1  # of what is reported of weights that evaluations cho
 
 class Generating(Protocol):
     """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text.
+
     fps: frames per second of clips; None for others. encode: takes prompts, negative prompts and images to the
-    conditioning. generate: takes conditioning, generators, steps and guidance to images or texts."""
+    conditioning. generate: takes conditioning, generators, steps and guidance to images or texts.
+    """
 
     modality: str
 
@@ -84,8 +86,10 @@ class Measured:
                                            for name, values in getattr(self, key).items()})
 
     def without(self, prompts: list[Prompt], lost: list[bool], keep: int) -> Measured:
-        """Scores without those of lost prompts, in whose place others were measured, with grey images. prompts: as they
-        were meant, [n]; lost: [n]. keep: number of prompts whose image is kept."""
+        """Scores without those of lost prompts, in whose place others were measured, with grey images.
+
+        prompts: as they were meant, [n]; lost: [n]. keep: number of prompts whose image is kept.
+        """
         samples = len(self.prompts) // len(prompts)
         shown = [lost[i] for i in evenly(len(prompts), keep)]
         images = ["" if gone else text for text, gone in zip(self.images, shown)] if isinstance(
@@ -155,8 +159,10 @@ def halves(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 def readable(prompts: list[Prompt], frames: int | None, processes: Processes, title: str
              ) -> tuple[list[Prompt], list[bool]]:
-    """Prompts with others in the place of those whose files cannot be read any more, and which these are. frames:
-    number of frames that are read of a source video. title: of the measurement, for the line of each."""
+    """Prompts with others in the place of those whose files cannot be read any more, and which these are.
+
+    frames: number of frames that are read of a source video. title: of the measurement, for the line of each.
+    """
     if all(prompt.brings is None for prompt in prompts):
         return prompts, [False] * len(prompts)
     errors = [sources.fault(prompt, frames) for prompt in prompts]
@@ -251,9 +257,11 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
 
 class Scoring:
     """Scores of samples that come in batches.
+
     functions: rewards by name. group: samples that are scored together, 1 without a reward that compares them.
     reports: this process scores; another one has zeros.
-    scores: of each batch, [n, rewards]. tally: of failures."""
+    scores: of each batch, [n, rewards]. tally: of failures.
+    """
 
     def __init__(self, functions: dict[str, Any], group: int, policy: Generating, reports: bool):
         self.functions, self.group, self.policy, self.reports = functions, group, policy, reports

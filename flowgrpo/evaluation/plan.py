@@ -1,5 +1,6 @@
 """Plan of an evaluation (model, medium and digest) and its ledger on disk: a PNG per image, or a line per text, and a
-line of scores, written immediately."""
+line of scores, written immediately.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,10 @@ class BaseLedger(Generic[Sample, Batch]):
         self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
 
     def check(self, settings: dict[str, Any]) -> None:
-        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it. Settings
-        without a sample, such as those of a model that could not be loaded, bind nothing."""
+        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it.
+
+        Settings without a sample, such as those of a model that could not be loaded, bind nothing.
+        """
         path = self.folder / SETTINGS
         if not path.is_file() or all(file == path for file in self.folder.rglob("*") if file.is_file()):
             return
@@ -75,8 +78,10 @@ class BaseLedger(Generic[Sample, Batch]):
 
     def settle(self, settings: dict[str, Any], code: dict[str, str] | None = None, edited: Collection[str] = ()
                ) -> None:
-        """Write the settings, with the rewards of earlier calls, and remove the scores of edited rewards. code:
-        `rewards.code_hashes`."""
+        """Write the settings, with the rewards of earlier calls, and remove the scores of edited rewards.
+
+        code: `rewards.code_hashes`.
+        """
         path, code = self.folder / SETTINGS, self.code() | (code or {})
         self.folder.mkdir(parents=True, exist_ok=True)
         known = self._settings()["rewards"] if path.is_file() else {}
@@ -151,7 +156,8 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
             as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
 
     def load(self, place: Place) -> torch.Tensor:
-        """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1]. Raises UserError if the file is damaged."""
+        """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1].
+        Raises UserError if the file is damaged."""
         from torchvision.transforms.functional import to_tensor
 
         path = self.image(place)
@@ -224,9 +230,11 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
 @dataclass(frozen=True)
 class Arm:
     """Weights to sample from, and the settings of a call.
+
     weights: a run's folder, one of its checkpoints, a LoRA, or None for the base.
     asked: arguments of a pipeline's call, or a language model's `text` settings.
-    rlg: draw with base + rlg * (tuned - base); None: with the weights."""
+    rlg: draw with base + rlg * (tuned - base); None: with the weights.
+    """
 
     weights: Path | None
     asked: dict[str, Any]

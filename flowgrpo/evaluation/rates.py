@@ -24,8 +24,10 @@ Rates = dict[str, list[float]]
 
 def load(source: Path, sets: Sequence[str], reward: str | None = None) -> Rates:
     """Success rates by prompt key, the oldest first.
+
     source: the output of `flowgrpo eval` on one of the sets, a run whose curriculum records rates, or a .jsonl of
-    {"prompt": TEXT, "rate": NUMBER}. reward: of an evaluation; None: its only one. Raises UserError."""
+    {"prompt": TEXT, "rate": NUMBER}. reward: of an evaluation; None: its only one. Raises UserError.
+    """
     if source.suffix == ".jsonl":
         given: Rates = {}
         try:

@@ -52,7 +52,8 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
 
     lora: a run's `eval` and `image` set what is absent; otherwise a starter's card, what fits a model of few steps,
     or the pipeline does.
-    Raises UserError for more than STEPS steps, and for a guidance that is not finite."""
+    Raises UserError for more than STEPS steps, and for a guidance that is not finite.
+    """
     if steps is not None and steps > STEPS:
         raise UserError(f"--steps: got {steps}, expected {STEPS} at most")
     if guidance is not None and not math.isfinite(guidance):
@@ -72,8 +73,10 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
 @torch.no_grad()
 def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], negative: str = "") -> torch.Tensor:
     """Draw an image [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
+
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
-    Raises UserError for a pipeline with another output, or that refuses its arguments, and for a missing input file."""
+    Raises UserError for a pipeline with another output, or that refuses its arguments, and for a missing input file.
+    """
     if (editing := edits.edit_policy_of(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
     generator = torch.Generator().manual_seed(seed)
@@ -223,8 +226,10 @@ def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: i
 
 class Pipelines:
     """Sampler of images and clips by a stock pipeline, loaded at the first draw.
+
     It is loaded again for other weights than those in it, which do not leave it. The base draws before the tuned model
-    without that, and so do several arms with RLG."""
+    without that, and so do several arms with RLG.
+    """
 
     together = 1
 
@@ -250,8 +255,10 @@ class Pipelines:
         return drawn
 
     def load(self, arm: Arm) -> Any:
-        """Load the pipeline with an arm's weights, unless they are in it, and return it. Raises UserError for weights
-        that do not fit, and for a number of steps that the scheduler does not take."""
+        """Load the pipeline with an arm's weights, unless they are in it, and return it.
+
+        Raises UserError for weights that do not fit, and for a number of steps that the scheduler does not take.
+        """
         as_loaded = (self.loaded, self.branches is not None) == (arm.weights, arm.rlg is not None)
         if self.pipe is None or not (self.loaded is None or as_loaded):
             if self.pipe is not None:
@@ -270,8 +277,10 @@ class Pipelines:
 
 
 class Texts:
-    """Sampler of completions by a language model, texts or images, loaded for every arm. precision: None takes the
-    run's, or the device's default."""
+    """Sampler of completions by a language model, texts or images, loaded for every arm.
+
+    precision: None takes the run's, or the device's default.
+    """
 
     together = 8
 
@@ -306,7 +315,8 @@ class Enhancer:
     source: model, finished run or checkpoint. A run's `text` settings apply; a model without a run is instructed by
     INSTRUCTION. Rewrites are greedy unless the run's `text.eval_temperature` is set; then they depend on `seed` and the
     text alone.
-    Raises UserError for a model that writes no texts."""
+    Raises UserError for a model that writes no texts.
+    """
 
     def __init__(self, source: str, seed: int = 0):
         self.source, self.seed = source, seed

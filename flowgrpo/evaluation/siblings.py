@@ -41,8 +41,10 @@ MICRO_BATCH = 8  # images per call of the sibling, where the run's is not known
 def sibling_of(config: Config, model: str, lora: str | None = None, steps: int | None = None,
                guidance: float | None = None, scheduler: Mapping[str, Any] | None = None, scale: float = 1.0,
                where: str = "--on") -> Sibling:
-    """The sibling with the steps and the guidance of its card, where they are not given. where: how a message names the
-    option. Raises UserError where they are not known, and for the run's own model."""
+    """The sibling with the steps and the guidance of its card, where they are not given.
+
+    where: how a message names the option. Raises UserError where they are not known, and for the run's own model.
+    """
     if model == config.model and lora is None:
         raise UserError(f"{where}: {model} is the model that the run trained: expected a distilled one, or a LoRA that "
                         "distils it beside it")
@@ -61,8 +63,10 @@ def sibling_of(config: Config, model: str, lora: str | None = None, steps: int |
 def evaluate(source: str, model: str, lora: str | None = None, steps: int | None = None, guidance: float | None = None,
              weights: Sequence[float] = (1.0,), precision: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Measure a finished run's LoRA on a distilled sibling; write the result into the run's folder and its report.
+
     weights: of the LoRA. Returns the result's path and the result. Raises UserError for a run of texts, without a LoRA,
-    without a gain, or whose prompts have changed; and for a LoRA that does not fit."""
+    without a gain, or whose prompts have changed; and for a LoRA that does not fit.
+    """
     # Refuse what has nothing to measure, before a model is loaded.
     run = run_of(Path(source))
     config = load_config(run / "config.yaml")
@@ -122,8 +126,10 @@ def own_scores(run: Path, config: Config) -> tuple[dict[str, list[float]], dict[
 
 
 def prompts_of(run: Path, config: Config) -> tuple[list[Prompt], int]:
-    """Prompts that a finished run reported, and the seed of their samples. Raises UserError if the prompts' file has
-    changed since."""
+    """Prompts that a finished run reported, and the seed of their samples.
+
+    Raises UserError if the prompts' file has changed since.
+    """
     settings = read_object(run / "before.json", "run the training anew", settings=dict)["settings"]
     held_out, shown = sets.resolve(config)[1], [text for text, *_ in settings["shown"]]
     for side in (held_out, halves(held_out)[1]):

@@ -1,5 +1,6 @@
 """Statistics of scores: intervals of means, changes and win rates, signs of drift, numbers as text with one number of
-decimals for all values of a reward, and the table of scores by arm, reward, prompt and sample."""
+decimals for all values of a reward, and the table of scores by arm, reward, prompt and sample.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,10 @@ def bounds(low: float | None, high: float | None, digits: int, sign: str = "") -
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over `prompts` prompts with its 95 % interval and the interval's method; NaN with too few prompts. p: of a
-    change: that such a mean is found by chance, two-sided; below 0.05 where the interval excludes 0."""
+    """Mean over `prompts` prompts with its 95 % interval and the interval's method; NaN with too few prompts.
+
+    p: of a change: that such a mean is found by chance, two-sided; below 0.05 where the interval excludes 0.
+    """
 
     mean: float
     low: float
@@ -85,7 +88,8 @@ def interval(scores: np.ndarray, method: str | None = None, samples: int = 1) ->
     WILSON (1927): of a share, on the effective number of prompts (Kish's design effect, 1965). That is N if the samples
     of each prompt agree, and up to the number of samples. STUDENT: `_student`, within the range of the scores; one
     prompt has no interval, equal ones one without a width.
-    method: None takes `method_of(scores)`. samples: number of samples behind a score."""
+    method: None takes `method_of(scores)`. samples: number of samples behind a score.
+    """
     values, weights = _of_prompts(scores)
     if (method or method_of(scores)) == STUDENT:
         found = _student(values)
@@ -150,8 +154,10 @@ def _student(values: np.ndarray) -> Interval:
 
 def change(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> Interval:
     """Mean of tuned minus base [N, S] on the same prompts and seeds, with its interval and p-value.
+
     WILSON: Newcombe's interval of paired shares (1998), from Wilson's limits of both and their correlation over
-    prompts. method: None takes that of both arrays."""
+    prompts. method: None takes that of both arrays.
+    """
     base, tuned = (np.asarray(scores, dtype=np.float64) for scores in (base, tuned))
     if (method or method_of(base, tuned)) == STUDENT:
         return _student(_of_prompts(tuned - base)[0])
@@ -238,8 +244,10 @@ def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
 
 def directions(changes: Mapping[str, Interval]) -> dict[str, int]:
     """1 for a rise, -1 for a fall and 0 for what may be chance, by name.
+
     Of changes that are all by chance, one or more is taken for a rise or a fall in 5 % of cases (`holm`). One of fewer
-    than LEAST prompts is 0 and not counted; one without a p-value counts by its interval."""
+    than LEAST prompts is 0 and not counted; one without a p-value counts by its interval.
+    """
     tested = {name: each.p if each.p == each.p else float(each.low <= 0 <= each.high)
               for name, each in changes.items() if each.prompts >= LEAST}
     sure = {name for name, p in zip(tested, holm([*tested.values()])) if p < 1 - CONFIDENCE}
@@ -253,7 +261,8 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
 
     changes: tuned minus base, by reward. trained: the trained rewards, None if unknown. diversity: change of the
     distance between a prompt's samples. unit: name of the samples.
-    A reward with scores on fewer than LEAST prompts is left out."""
+    A reward with scores on fewer than LEAST prompts is left out.
+    """
     few = [f"nothing is said of drift in {name}: it has scores on {quantity(change.prompts, 'prompt')}, and at least "
            f"{LEAST} are needed" for name, change in changes.items() if change.prompts < LEAST]
     changes = {name: change for name, change in changes.items() if change.prompts >= LEAST}
@@ -294,8 +303,9 @@ def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, S
           ) -> list[tuple[str, str]]:
     """Describe the rewards whose mean under other prompts is not known to differ from that under their own, each with
     the tone of a report: warn where the paired 95 % interval of the difference is within NEAR std of the scores.
-    scores, shuffled: [N] by reward; NaN or None where there is none. A reward with fewer than PAIRS pairs is left
-    out."""
+
+    scores, shuffled: [N] by reward; NaN or None where there is none. A reward with fewer than PAIRS pairs is left out.
+    """
     said: list[tuple[str, str]] = []
     for name, values in shuffled.items():
         own, other = (np.array(each, dtype=np.float64) for each in (scores[name], values))
@@ -326,8 +336,11 @@ Rows = dict[str, dict[str, Entry]]  # by category: the intervals of all arms, an
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of an evaluation. arms: by arm and reward, [N, S] of N prompts with S samples each, NaN where the reward
-    does not apply. categories: rows of each category, and of `ALL`."""
+    """Scores of an evaluation.
+
+    arms: by arm and reward, [N, S] of N prompts with S samples each, NaN where the reward does not apply.
+    categories: rows of each category, and of `ALL`.
+    """
 
     arms: dict[str, dict[str, np.ndarray]]
     categories: dict[str, list[int]]

@@ -33,9 +33,11 @@ class Place:
 @dataclass(frozen=True)
 class Family:
     """Names of a class of denoisers.
+
     prefix: of diffusers' names in a file for ComfyUI; empty where it reads the original names alone. own: ComfyUI maps
     the names of the file of `load_lora_weights`. native: expressions for diffusers' names and the original ones, where
-    `|q` ends a part of a fused layer. kohya: its scripts have the class."""
+    `|q` ends a part of a fused layer. kohya: its scripts have the class.
+    """
 
     prefix: str = ""
     own: bool = False
@@ -134,8 +136,9 @@ PLACES = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_enco
 
 
 def classes(model: str, revision: str | None = None) -> dict[str, str]:
-    """Classes of a pipeline's parts, from its index. model: a starter's name, a directory, a hub id, or the name of a
-    pipeline class. revision: on the hub. Raises UserError if it has no index."""
+    """Classes of a pipeline's parts, from its index.
+    model: a starter's name, a directory, a hub id, or the name of a pipeline class. revision: on the hub.
+    Raises UserError if it has no index."""
     import diffusers
 
     if model.isidentifier() and model not in FOLDERS and not Path(model).exists() and hasattr(diffusers, model):

@@ -36,7 +36,8 @@ SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
 def load_finished(run: Path) -> tuple[Config, dict[str, Any]]:
-    """Run's configuration and summary. Raises UserError if the folder is not a finished run."""
+    """Run's configuration and summary.
+    Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"{run} has no summary.json: {unfinished(run_of(run))}")
     with require_format(run):
@@ -61,8 +62,10 @@ def lora(run: Path, output: Path, program: comfy_names.Program = "comfyui") -> l
 
 
 def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
-    """Write `comfyui/NAME.safetensors` if ComfyUI does not read the names of the run's own LoRA file. Returns a
-    sentence for the log; None without a LoRA of a pipeline, and if ComfyUI reads the run's own."""
+    """Write `comfyui/NAME.safetensors` if ComfyUI does not read the names of the run's own LoRA file.
+
+    Returns a sentence for the log; None without a LoRA of a pipeline, and if ComfyUI reads the run's own.
+    """
     pipe = getattr(policy, "pipe", None)
     if pipe is None or not model_card.has_lora(config, run):
         return None
@@ -132,8 +135,10 @@ def _rename_tensors(name: Callable[[str], comfy_names.Place], tensors: dict[str,
 
 def _fuse_parts(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -> dict[str, torch.Tensor]:
     """Layer's matrices and alpha; of a fused layer one LoRA of its parts, block by block.
+
     found: matrices by part. parts: all of a fused layer; the MLP "m" of q, k, v and an MLP may have no LoRA.
-    Raises UserError for a LoRA of only some parts, and for one without both matrices."""
+    Raises UserError for a LoRA of only some parts, and for one without both matrices.
+    """
     if any(len(sides) < 2 for sides in found.values()):
         raise UserError(f"the LoRA of {layer} has one of its two matrices, expected both")
     if not parts:
@@ -156,7 +161,8 @@ def write_merged(run: Path, output: Path) -> Path:
 
     The LoRA is added to the weights in fp32 and rounded once. Weights that diffusers keeps in fp32 (parts of Wan) stay
     fp32.
-    Raises UserError if the model or the weights do not load."""
+    Raises UserError if the model or the weights do not load.
+    """
     config, summary = load_finished(run)
     config, _ = resolve_precision(config, pick_device(config.device))
     paths.require_folder(output)
@@ -208,8 +214,10 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def card(run: Path, repository: str | None = None) -> Path:
-    """Write the run's model card `README.md`, with a plot of its curves, and return the card's path. repository: on a
-    hub, that the card's snippet loads; None: the run's folder."""
+    """Write the run's model card `README.md`, with a plot of its curves, and return the card's path.
+
+    repository: on a hub, that the card's snippet loads; None: the run's folder.
+    """
     config, summary = load_finished(run)
     model_card.curves(run, run / "curves.png", summary["unit"])
     atomic.write_text(run / CARD, model_card.text(config, summary, run, repository or str(run)))

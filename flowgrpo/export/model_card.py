@@ -1,5 +1,6 @@
 """Model card of a finished run: hub metadata, a usage snippet, the licence, results, and its facts: prompts, rewards,
-method, versions, hashes, cost, images before and after, and the settings that matter."""
+method, versions, hashes, cost, images before and after, and the settings that matter.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,10 @@ PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "He
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of a prompt before and after: paths of images relative to the run, or texts. brought: what the prompt
-    brings, as keys of a prompt file with such paths."""
+    """Samples of a prompt before and after: paths of images relative to the run, or texts.
+
+    brought: what the prompt brings, as keys of a prompt file with such paths.
+    """
 
     prompt: str
     before: str

@@ -32,8 +32,10 @@ def files(run: Path) -> list[Path]:
 
 
 def prepare(run: Path, repository: str) -> list[Path]:
-    """Write the run's card, print what the run did not train, and return the files to upload. Raises UserError for a
-    malformed name, and for an unfinished run."""
+    """Write the run's card, print what the run did not train, and return the files to upload.
+
+    Raises UserError for a malformed name, and for an unfinished run.
+    """
     require_name(repository)
     for sentence in untrained_lines(load_finished(run)[1]):
         print(line(sentence), flush=True)
@@ -59,8 +61,10 @@ def require_name(repository: str) -> None:
 def push(run: Path, repository: str, private: bool = False, revision: str | None = None, message: str | None = None
          ) -> str:
     """Upload a finished run and return the commit's address. Credentials are those that huggingface_hub stores.
+
     revision: branch, which is made if there is none. message: of the commit.
-    Raises UserError for a malformed name, without a network or a login, and if the hub refuses."""
+    Raises UserError for a malformed name, without a network or a login, and if the hub refuses.
+    """
     from huggingface_hub import HfApi, constants, get_token
 
     require_name(repository)

@@ -19,9 +19,11 @@ WRITTEN = "expected a file that `flowgrpo train` wrote"
 
 def read(run: Path) -> Parts:
     """Run's LoRA by part: tensors by module, and the peft configuration.
+
     Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
     Raises UserError for a run without a LoRA, for weights that are not finite, and for a file that does not state its
-    alpha."""
+    alpha.
+    """
     parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
     for file in below(run, LORA_FILE):
         stock = _stock(file)
@@ -43,8 +45,10 @@ def read(run: Path) -> Parts:
 
 
 def describe_rank(run: Path) -> str:
-    """Rank and alpha of a run's LoRA as its files have them, such as "rank 16, alpha 16"; empty without one. Raises
-    UserError for a file that does not state them."""
+    """Rank and alpha of a run's LoRA as its files have them, such as "rank 16, alpha 16"; empty without one.
+
+    Raises UserError for a file that does not state them.
+    """
     stock = [run / LORA_FILE, *below(run, LORA_FILE)]
     found = [adapter for file in stock if file.is_file() for _, adapter in _stock(file).values()]
     found += [_of_peft(file) for file in (run / adapters.CONFIG, *below(run, adapters.CONFIG))

@@ -11,7 +11,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edits, modular, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.frames import is_video, with_fps
+from flowgrpo.policies.pipelines.frames import call_parameters, is_video, with_fps
 from flowgrpo.policies.pipelines.load import (
     MERGED,
     config_source,
@@ -32,8 +32,11 @@ DTYPE = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float
 
 
 def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]] = ()) -> str:
-    """Return Python that draws, or writes, for a prompt. place: what the run's weights are loaded from: its folder or a
-    repository of a hub. brought: what the prompt brings, as keys of a prompt file with paths below that place."""
+    """Return Python that draws, or writes, for a prompt.
+
+    place: what the run's weights are loaded from: its folder or a repository of a hub. brought: what the prompt brings,
+    as keys of a prompt file with paths below that place.
+    """
     if (run / edits.FILE).is_file():
         lines = ["from flowgrpo.policies.pipelines.edits import EditPolicy",
                  "from flowgrpo.policies.pipelines.load import load_pipeline", "",
@@ -100,7 +103,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     index = _index(config)
     cls = _class(index)
     imports, made = _making(config, index, cls)
-    accepted = list(prompt_inputs.call_parameters(cls)) if cls else []
+    accepted = list(call_parameters(cls)) if cls else []
     embedded = _embeds_guidance(config, index)
     scale = "guidance_scale" if embedded else guidance_argument(accepted)
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}

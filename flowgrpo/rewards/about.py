@@ -1,5 +1,6 @@
 """Facts that a reward states before it is called, for the table of `flowgrpo list rewards` and the checks before a run;
-the pairs of a judge; and when weights are loaded."""
+the pairs of a judge; and when weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def differentiable(reward: T) -> T:
 
 def built_in(name: str, found_by: str = "") -> Callable[[T], T]:
     """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes.
-    found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them."""
+
+    found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
+    """
     def named(reward: T) -> T:
         reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
         return reward
@@ -103,7 +106,8 @@ class Pairing:
         The samples are shuffled into a ring. Each meets its nearest neighbours, as first on one side and as second on
         the other, so that position bias harms all equally. Only for an odd number of opponents, one across the ring is
         met in one position.
-        Raises ValueError for `comparisons` that are not regular."""
+        Raises ValueError for `comparisons` that are not regular.
+        """
         every, unit = group * (group - 1) // 2, group if group % 2 else group // 2
         count = every if self.comparisons is None else min(self.comparisons, every)
         if rest := count % unit:

@@ -1,5 +1,6 @@
 """CLIP (2103.00020) as a reward: similarity to the prompt, LAION's aesthetic predictors on its embedding, and models of
-human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341)."""
+human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341).
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ class ClipScore(OpenClip):
 class ClipCosine(ClipScore):
     """Cosine of an image's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
 
-    Arguments: as in `ClipScore`."""
+    Arguments: as in `ClipScore`.
+    """
 
     model: str = "ViT-L-14-quickgelu"
     score: str = "cosine"
@@ -104,8 +106,10 @@ class ClipCosine(ClipScore):
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
-    """Cosine of each prepared image [B, 3, H, W] with its prompt under a model of open_clip -> [B]. Without a graph
-    torch's attention has another kernel; its numbers count in both cases."""
+    """Cosine of each prepared image [B, 3, H, W] with its prompt under a model of open_clip -> [B].
+
+    Without a graph torch's attention has another kernel; its numbers count in both cases.
+    """
     exact: Tensor | None = None
     if pictures.requires_grad and torch.is_grad_enabled():
         with torch.no_grad():
@@ -117,7 +121,8 @@ def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) ->
 
 
 def preprocessing_of(model: Any, reward: str) -> Preparation:
-    """Preprocessing of a model of open_clip. Raises UserError for one that is not bicubic or not square."""
+    """Preprocessing of a model of open_clip.
+    Raises UserError for one that is not bicubic or not square."""
     config = getattr(model.visual, "preprocess_cfg", {})
     size = config.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
@@ -142,7 +147,8 @@ class SubjectScore(LocalModel):
     key: metadata key of the subject's image, a path relative to the working folder; None for a prompt without one.
     `image` is the image that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
     model, pretrained and parts: as in `ClipScore`. dtype (fp32), device and batch_size (32): as in `LocalModel`.
-    Raises UserError for an unreadable file, and if open_clip or the weights are missing."""
+    Raises UserError for an unreadable file, and if open_clip or the weights are missing.
+    """
 
     key: str = "subject"
     model: str = "ViT-L-14-quickgelu"
@@ -249,7 +255,9 @@ HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic
 
 def perceptron(width: int) -> Head:
     """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
-    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints."""
+
+    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
+    """
     from torch.nn import Identity, Linear
 
     widths = (width, *HIDDEN, 1)
@@ -347,7 +355,8 @@ class HpsV2(OpenClip):
 class HpsV20(HpsV2):
     """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
 
-    Arguments: as in `HpsV2`."""
+    Arguments: as in `HpsV2`.
+    """
 
     checkpoint: str = "xswu/HPSv2/HPS_v2_compressed.pt"
     reward = "hpsv2.0"

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 def tiered_sum(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
     """Weighted sum of the active tiers, the lowest first: one that misses its threshold still counts itself, but zeroes
     all above it (hierarchical gates, ChipSeek-R1). [B, R], R - 1 thresholds, R weights (default 1 each) -> [B].
-    A tier that does not apply (NaN) blocks nothing and adds nothing; NaN if none applies."""
+
+    A tier that does not apply (NaN) blocks nothing and adds nothing; NaN if none applies.
+    """
     below = scores[:, :-1]
     passed = below.isnan() | (below >= scores.new_tensor(thresholds))
     reached = torch.cat([torch.ones_like(scores[:, :1], dtype=torch.bool), passed.cumprod(1).bool()], 1)
@@ -44,8 +46,10 @@ def tiered_sum(scores: Tensor, thresholds: Sequence[float], weights: Sequence[fl
 
 
 def gate(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds -> [B]. A gate
-    that does not apply is open; NaN where the last column does not apply."""
+    """Last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds -> [B].
+
+    A gate that does not apply is open; NaN where the last column does not apply.
+    """
     gates = scores[:, :-1]
     opened = (gates.isnan() | (gates >= gates.new_tensor(thresholds))).all(1)
     return scores[:, -1] * opened
@@ -76,9 +80,11 @@ LIKE_ITS_PARTS = About(modality="image/video/text", range=(None, None), needs=""
 @dataclass(frozen=True, eq=False)
 class Combined(Reward):
     """Rewards scored together; a subclass combines their columns.
+
     A value is None where the parts do not apply, Failed where one of them failed or had no answer.
     smooth: `combine` has a gradient by its parts' scores.
-    Raises UserError as a recipe's rules do, and for a reward that compares the samples of a group."""
+    Raises UserError as a recipe's rules do, and for a reward that compares the samples of a group.
+    """
 
     rewards: Sequence[Any]
     made: dict[str, Composed] = field(init=False, repr=False, compare=False)

@@ -1,5 +1,6 @@
 """Composition of a recipe's rewards: each with its rule, made once before a run; and transforms of one reward's scores
-before comparison: [P, G] to [P, G], P groups of G samples."""
+before comparison: [P, G] to [P, G], P groups of G samples.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +83,10 @@ def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank. A sample
-    that is alone with a score gets 1/2, and so does one in a group of equal scores."""
+    """Each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
+
+    A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
+    """
     value, other = scores[..., :, None], scores[..., None, :]
     below, equal = (other < value).sum(-1), (other == value).sum(-1) - 1
     others = (~scores.isnan()).sum(-1, keepdim=True) - 1
@@ -93,8 +96,11 @@ def rank(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Composed(Reward):
-    """Reward with its rule, in the form that `score` calls. kept: its cached scores, if cached. placement: where its
-    weights are; None: loaded, where they stay. name: its label. made: the reward. ready: the same under its rule."""
+    """Reward with its rule, in the form that `score` calls.
+
+    kept: its cached scores, if cached. placement: where its weights are; None: loaded, where they stay. name: its
+    label. made: the reward. ready: the same under its rule.
+    """
 
     function: RewardFunction
     rule: WatchRule = WatchRule()
@@ -128,9 +134,11 @@ class Composed(Reward):
 def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
             given: Mapping[str, RewardFunction] | None = None, away: bool = False) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
+
     rules: by label, which is the reward's name unless the rule has `use`. cache: the folder of cached scores. given:
     functions by label, which replace those the rules name. away: their weights leave the device between scorings.
-    Raises UserError as `find` does, and for scores to be cached without a folder."""
+    Raises UserError as `find` does, and for scores to be cached without a folder.
+    """
     composed = {label: _compose(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
     composed = {label: replace(reward, placement=Placement(reward.function, away))
                 for label, reward in composed.items()}
@@ -247,8 +255,10 @@ def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
 
 def transform_scores(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
     """Scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are concatenated.
+
     progress: share of the run, for transforms that move over it.
-    Raises UserError, with the reward's name, if a transform rejects a score."""
+    Raises UserError, with the reward's name, if a transform rejects a score.
+    """
     scores, named = scores.clone(), list(rewards.items())
     for column in range(scores.shape[-1]):
         label, reward = named[column % len(named)]

@@ -31,8 +31,10 @@ _present: ContextVar[tuple[str, str | None]] = ContextVar("label", default=("", 
 
 
 class Failed(UserError):
-    """Failure of a reward: it raised, returned a value that is not a score, or timed out. A reward may also return one,
-    in place of a number, for a sample that it cannot score."""
+    """Failure of a reward: it raised, returned a value that is not a score, or timed out.
+
+    A reward may also return one, in place of a number, for a sample that it cannot score.
+    """
 
 
 class TimedOut(Failed):
@@ -65,8 +67,10 @@ def numbers(values: Sequence[float | Failed]) -> list[float]:
 def score_with_policy(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
                       unit: int = 1) -> list[float | Failed]:
     """Scores `ask(rows)` under a failure policy; skipped rows hold their failure.
+
     policy: "raise", "skip" or a `Retry`. After a failure, "skip" asks again for every `unit` rows (1, or whole groups)
-    separately, so that only rows that fail alone are skipped; not after a time-out, where each would take as long."""
+    separately, so that only rows that fail alone are skipped; not after a time-out, where each would take as long.
+    """
     attempts, then = (1 + policy.retry, policy.then) if isinstance(policy, Retry) else (1, policy)
     for attempt in range(attempts):
         if attempt:
@@ -89,7 +93,8 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     A thread makes the call, so images and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
     from ending. A reward that hangs every time leaves one thread behind each time.
-    Raises TimedOut, whose message begins with `message`."""
+    Raises TimedOut, whose message begins with `message`.
+    """
     if seconds is None:
         return call()
     future = start_thread(call)

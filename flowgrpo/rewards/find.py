@@ -84,8 +84,10 @@ def source(name: str) -> str:
 
 def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
     """Reward of that name, ready to be called. arguments: those of its class.
+
     Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the
-    function; for arguments that it does not take; and for anything not callable."""
+    function; for arguments that it does not take; and for anything not callable.
+    """
     thing = locate(name)
     if arguments or _is_made(thing):
         _require_arguments(name, thing, arguments or {})

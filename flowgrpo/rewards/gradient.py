@@ -47,8 +47,10 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
 def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], images: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.
+
     A sample that a reward's rule excludes gets nothing from it.
-    Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient."""
+    Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
+    """
     held = getattr(images, "weights", images)
     require_finite(held.detach(), prompts)
     total = held.new_zeros(len(images))

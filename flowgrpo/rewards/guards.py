@@ -1,5 +1,6 @@
 """Guards against reward hacking: small rewards that fall when a model exploits the main one, safety (safe for work)
-among them; and measures of an image without a model: compressibility, sharpness, SSIM of two."""
+among them; and measures of an image without a model: compressibility, sharpness, SSIM of two.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class Diversity:
 
     features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
     arguments of `clip_cosine` such as {device: "cuda:1"}, a function of images [B, 3, H, W] to [B, D], or
-    `file.py:function`."""
+    `file.py:function`.
+    """
 
     features: str | dict[str, Any] | Callable[[Tensor], Tensor] = "pixels"
     group = True
@@ -209,7 +211,8 @@ def periodic(profile: Tensor, period: int) -> Tensor:
 class OverSaturation:
     """Minus the excess of an image's colourfulness, 0 to -1.
 
-    0 if no pixel's largest and smallest channel differ by more than `limit`, -1 if all differ by 1."""
+    0 if no pixel's largest and smallest channel differ by more than `limit`, -1 if all differ by 1.
+    """
 
     limit: float = 0.7
     differentiable = True
@@ -274,9 +277,11 @@ def edge_widths(images: Tensor) -> Tensor:
 
 def widths_of(light: Tensor) -> Tensor:
     """Mean width [...] of the edges of luminances [..., H, W] in pixels; NaN for one without any.
+
     sqrt(2) times the root mean square of the gradient, over that of the Laplacian: 1 for a step between two pixels, 2 s
     for an edge with the profile of a Gaussian of deviation s > 1. It does not change with contrast, nor with the share
-    of the image that has edges. Noise makes it smaller."""
+    of the image that has edges. Noise makes it smaller.
+    """
     light = light.double()
     if min(light.shape[-2:]) < 3:
         return light.new_full(light.shape[:-2], torch.nan)
@@ -292,7 +297,8 @@ def widths_of(light: Tensor) -> Tensor:
 def crispness(images: Tensor, prompts: Sequence[str]) -> list[float | None]:
     """Inverse of the mean width of an image's edges in pixels, whatever their contrast and share; None without edges.
 
-    A blur of 0.5 pixels lowers it by a sixth, one of 1 pixel by a half. See `edge_widths`."""
+    A blur of 0.5 pixels lowers it by a sixth, one of 1 pixel by a half. See `edge_widths`.
+    """
     return [None if width != width else 1 / width for width in edge_widths(images).tolist()]
 
 
@@ -316,7 +322,8 @@ class Safety(LocalModel):
 
     model: a folder or a hub id of an image classifier. revision: of a hub id. unsafe: names of classes.
     dtype (fp32), device and batch_size (32): as in `LocalModel`.
-    Raises UserError if the weights are unavailable, and for a classifier without these classes (names, in any case)."""
+    Raises UserError if the weights are unavailable, and for a classifier without these classes (names, in any case).
+    """
 
     model: str = "Falconsai/nsfw_image_detection"
     revision: str | None = None

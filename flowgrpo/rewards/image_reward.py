@@ -46,7 +46,8 @@ class ImageReward(LocalModel):
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
     parts: network and tokenizer, ready-made. dtype (fp32; the head's is always), device and batch_size (32): as in
     `LocalModel`.
-    Raises UserError if the weights are unavailable."""
+    Raises UserError if the weights are unavailable.
+    """
 
     checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
     revision: str | None = None
@@ -84,8 +85,11 @@ class ImageReward(LocalModel):
 
 
 def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.ModuleDict:
-    """Build ImageReward's parts with random weights: "vision", "text" and "head". vision, text: values that differ from
-    the release, by their names in transformers' BlipVisionConfig and BlipTextConfig."""
+    """Build ImageReward's parts with random weights: "vision", "text" and "head".
+
+    vision, text: values that differ from the release, by their names in transformers' BlipVisionConfig and
+    BlipTextConfig.
+    """
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel

@@ -72,8 +72,10 @@ class LocalModel:
         """Raise UserError for a model that the reward cannot use."""
 
     def _prepare(self, part: Any) -> Any:
-        """A part; a network in evaluation mode, on the device and in `dtype`. One that was loaded in `dtype` keeps what
-        its library holds in fp32, such as the frequencies of positions."""
+        """A part; a network in evaluation mode, on the device and in `dtype`.
+
+        One that was loaded in `dtype` keeps what its library holds in fp32, such as the frequencies of positions.
+        """
         if not isinstance(part, nn.Module):
             return part
         part = part.eval().requires_grad_(False).to(self.device)
@@ -123,15 +125,19 @@ def devices() -> list[str]:
 
 
 def resolve_device(device: str | None) -> str:
-    """Device of that name; None: for this process's GPU, with its index, or the CPU. A name without an index would be
-    another GPU in another thread."""
+    """Device of that name; None: for this process's GPU, with its index, or the CPU.
+
+    A name without an index would be another GPU in another thread.
+    """
     return device or default_device()
 
 
 @contextmanager
 def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
     """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix.
-    source: their name on the hub, or a local path. A hub that does not answer is not asked again and again."""
+
+    source: their name on the hub, or a local path. A hub that does not answer is not asked again and again.
+    """
     try:
         hub.read_cache_alone(source)
         yield
@@ -145,9 +151,11 @@ def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
 def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
                beside: str | None = None, **more: Any) -> Any:
     """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
-    option: the reward's argument that names it, inside the argument `within` if given. beside: a second repository that
-    the reward needs, for the message.
-    Raises UserError, which names `option`, if it is unavailable."""
+
+    option: the reward's argument that names it, inside the argument `within` if given. beside: a second repository
+    that the reward needs, for the message.
+    Raises UserError, which names `option`, if it is unavailable.
+    """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
     wanted = [each for each in (name, beside) if each and REPOSITORY.fullmatch(each)] \
         if REPOSITORY.fullmatch(name) else []
@@ -157,8 +165,11 @@ def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, opt
 
 
 def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:
-    """Load the tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled. option: the
-    reward's argument that names it. Raises UserError, which names `option`, if it is unavailable."""
+    """Load the tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
+
+    option: the reward's argument that names it.
+    Raises UserError, which names `option`, if it is unavailable.
+    """
     owner, _, file = where.rpartition("/")
     fetch = f"`hf download {owner} {file}`" if REPOSITORY.fullmatch(owner) and not Path(owner).exists() else "fetch it"
     with loading(f"reward {reward!r}: {where}", f"{fetch} and give its path as args: {{{option}: FILE}}", where):
@@ -182,6 +193,7 @@ def from_hub(where: str, revision: str | None) -> Path:
 
 
 def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Load every tensor of a network. Raises UserError for a checkpoint of another network."""
+    """Load every tensor of a network.
+    Raises UserError for a checkpoint of another network."""
     with loading(f"reward {reward!r}: {where}", "give the checkpoint that was made for this reward"):
         network.load_state_dict(state)

@@ -82,7 +82,9 @@ def _distances(text: str, target: str, anywhere: bool) -> list[int]:
 
 def edits(text: str, target: str, anywhere: bool = False) -> int:
     """Edit distance: the least number of inserted, deleted and substituted characters from `text` to `target`.
-    anywhere: to `target` from its nearest part of `text` (Sellers 1980)."""
+
+    anywhere: to `target` from its nearest part of `text` (Sellers 1980).
+    """
     row = _distances(text, target, anywhere)
     return min(row) if anywhere else row[-1]
 
@@ -112,16 +114,20 @@ def exact(text: str, *targets: str) -> float:
 
 
 def edit(text: str, *targets: str) -> float:
-    """Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained. Several
-    texts are one, in the order in which they are read."""
+    """Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
+
+    Several texts are one, in the order in which they are read.
+    """
     text, wanted = plain(text), [plain(target) for target in targets]
     target = whole(text, wanted)
     return 1.0 if contains(text, wanted) else 1 - min(edits(text, target), len(target)) / len(target)
 
 
 def partial(text: str, *targets: str) -> float:
-    """1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing. Of several
-    texts d and n are sums."""
+    """1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing.
+
+    Of several texts d and n are sums.
+    """
     text, wanted = plain(text), [plain(target) for target in targets]
     return 1 - sum(edits(text, target, anywhere=True) for target in wanted) / sum(map(len, wanted))
 
@@ -137,7 +143,8 @@ class Ocr:
     The text is the prompt's `text`, one or a list, else its first part in quotation marks.
 
     score: `edit`, `exact` or `partial`.
-    Raises UserError for another score, for a `text` that is none, and if rapidocr or onnxruntime is missing."""
+    Raises UserError for another score, for a `text` that is none, and if rapidocr or onnxruntime is missing.
+    """
 
     score: str = "edit"
     about = About(modality="image", range=(0, 1), needs="ocr", licence="Apache-2.0")
@@ -155,8 +162,10 @@ class Ocr:
 
 
 def read(images: Sequence[np.ndarray]) -> list[str]:
-    """Lines of text in each image, bytes [H, W, 3], from top to bottom. Images are read by several engines at a time,
-    each on one core. Upside-down text is not turned, as in Flow-GRPO."""
+    """Lines of text in each image, bytes [H, W, 3], from top to bottom.
+
+    Images are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
+    """
     return side_by_side(lambda one: _read(images[one.start]), [range(i, i + 1) for i in range(len(images))],
                         engines())
 

@@ -63,9 +63,11 @@ def require(rewards: Mapping[str, object], *groups: int) -> None:
 
 def held_out_rewards(trained: Mapping[str, T], further: Mapping[str, T], group: int = 1) -> dict[str, T]:
     """Rewards measured on held-out prompts: the further rewards, and the trained ones that can be.
+
     group: samples of a prompt (`eval.samples`). With several a reward of groups scores them together; with one, and by
     judges of pairs, nothing is measured: win rates of a model against itself average 1/2 before and after.
-    Raises UserError for a further reward that cannot be measured, or if nothing is left to measure."""
+    Raises UserError for a further reward that cannot be measured, or if nothing is left to measure.
+    """
     def fits(reward: object) -> bool:
         return not sees_groups(reward) or group > 1 and not pairing(reward)
 
@@ -82,8 +84,10 @@ def held_out_rewards(trained: Mapping[str, T], further: Mapping[str, T], group: 
 
 
 class WinRates(Reward):
-    """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared. Over all
-    pairs of a group the rates sum to G/2. A comparison without an answer is lost."""
+    """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared.
+
+    Over all pairs of a group the rates sum to G/2. A comparison without an answer is lost.
+    """
 
     unit = "group"
 
@@ -140,7 +144,8 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
 
 
 def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
-    """`count` numbers from 0 to 1, NaN for None. Raises Failed if the judge returned anything else."""
+    """`count` numbers from 0 to 1, NaN for None.
+    Raises Failed if the judge returned anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != count:
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)[:60]
@@ -163,7 +168,8 @@ def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata:
     """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
 
     The pair is a group, the chosen side first; the metadata holds the verdict.
-    Raises UserError for sampled outputs."""
+    Raises UserError for sampled outputs.
+    """
     if group != 2 or any("preferred" not in entry for entry in metadata):
         raise UserError("reward 'preferred' is what a file says of recorded pairs, and these samples are none: set "
                         "preferences to the file, or choose another reward")

@@ -34,7 +34,8 @@ class Preparation:
     fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
     both ("squash").
     scaling: as in `resized`. crop: where a crop of an odd number of pixels begins: at the half rounded to the even
-    number ("torchvision"), or rounded down ("transformers")."""
+    number ("torchvision"), or rounded down ("transformers").
+    """
 
     size: int = 224
     fit: str = "shortest"
@@ -109,8 +110,10 @@ def read_tensor(path: str | Path) -> Tensor:
 
 
 def read_tensors(path: str | Path) -> list[Tensor]:
-    """Frames of an animated image, upright, each [3, H, W] in [0, 1]; of a still image one. Raises UserError if it is
-    none, and for more than FLOATS pixels in all frames."""
+    """Frames of an animated image, upright, each [3, H, W] in [0, 1]; of a still image one.
+
+    Raises UserError if it is none, and for more than FLOATS pixels in all frames.
+    """
     frames: list[Tensor] = []
     with open_checked(path, FLOATS) as image:
         for page in pages(image) if image.format != "MPO" else [0]:

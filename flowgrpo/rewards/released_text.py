@@ -23,8 +23,10 @@ BYTES, SECONDS = 2**20, 30  # of a fetched source, until a server answers
 
 @dataclass(frozen=True)
 class Released:
-    """A string in a source of a public repository. path: of the source. sha256: of the string in UTF-8. licence: of the
-    repository."""
+    """A string in a source of a public repository.
+
+    path: of the source. sha256: of the string in UTF-8. licence: of the repository.
+    """
 
     repository: str
     commit: str
@@ -66,8 +68,11 @@ TEXTS = {
 
 
 def texts(reward: str, option: str) -> dict[str, str]:
-    """Fetched texts of a reward by what they judge: image or video. option: the reward's argument that takes another
-    text. Raises UserError for a text that is not in the cache, or was changed there."""
+    """Fetched texts of a reward by what they judge: image or video.
+
+    option: the reward's argument that takes another text.
+    Raises UserError for a text that is not in the cache, or was changed there.
+    """
     found = {}
     for kind, released in TEXTS[reward].items():
         content = released.file.read_bytes() if released.file.is_file() else b""

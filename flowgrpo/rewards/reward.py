@@ -79,8 +79,10 @@ class Batch:
                        metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
 
     def view_for(self, name: str, reward: Reward) -> Batch:
-        """What a reward of that name is given: its own memory, and the samples, or in their place the latents. Raises
-        UserError for a reward that reads latents where there are none."""
+        """What a reward of that name is given: its own memory, and the samples, or in their place the latents.
+
+        Raises UserError for a reward that reads latents where there are none.
+        """
         own = self.memory.setdefault(name, {}) if self.memory is not None and MEMORY in reward.reads else None
         if LATENTS not in reward.reads:
             device = str(getattr(self.samples, "device", "cpu"))
@@ -286,7 +288,9 @@ def reads_on(device: str, reward: object) -> bool:
 
 def is_privileged(reward: object) -> bool:
     """True if a reward, or a part of it, may do more for a request than score it: run code, read files, use a key.
-    Built-in rewards say so by the attribute `privileged`; any code from elsewhere may."""
+
+    Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.
+    """
     for part in inside(reward):
         thing = part.origin
         module = getattr(thing, "__module__", None) or type(thing).__module__
@@ -305,8 +309,10 @@ def require_latents(rewards: Mapping[str, object], modality: str) -> None:
 
 
 def require_base(rewards: Mapping[str, object], modality: str) -> None:
-    """Raise UserError for the first reward that compares with the base's samples in a text run. Texts have no initial
-    noise that two models could share."""
+    """Raise UserError for the first reward that compares with the base's samples in a text run.
+
+    Texts have no initial noise that two models could share.
+    """
     for name, reward in rewards.items():
         if modality == "text" and sees_base(reward):
             raise UserError(f"reward {name!r} compares with the base's image from the same noise (base = True), and "
@@ -339,8 +345,10 @@ class Wrapped(Reward):
 
 class Checked(Wrapped):
     """Reward whose answer is B finite numbers, NaN where it does not apply, or failures: the innermost wrapper.
+
     A reward's writes into its samples stay its own: it receives a copy, until a call has left the copy as it was. From
-    then on it receives the samples, and a write is an error."""
+    then on it receives the samples, and a write is an error.
+    """
 
     def __init__(self, name: str, reward: Reward) -> None:
         super().__init__(name, reward)
@@ -387,7 +395,8 @@ def _writes(batch: Batch) -> list[int]:
 
 
 def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
-    """B floats, NaN for None, or failures. Raises Failed if `values` is anything else."""
+    """B floats, NaN for None, or failures.
+    Raises Failed if `values` is anything else."""
     count = len(prompts)
     expected = f"expected {count} number{'s' * (count != 1)}, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)

@@ -65,8 +65,10 @@ def columns(
     latents: Tensor | None = None, policy: Any = None, memory: dict[str, Any] | None = None, epoch: int | None = None,
     fps: float | None = None, training: bool = False,
 ) -> list[list[float | Failed]]:
-    """R columns of B numbers as `score` does, but with failures in place. NaN only means that a reward does not
-    apply."""
+    """R columns of B numbers as `score` does, but with failures in place.
+
+    NaN only means that a reward does not apply.
+    """
     assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
     batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps, training)
     return of_batch(rewards, batch, tally)
@@ -116,8 +118,10 @@ def _with_facts(batch: Batch) -> Batch:
 
 
 def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[str, Any]) -> None:
-    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores an image. Functions that state
-    their modality are not called, nor are objects. prompt, metadata: of a sample."""
+    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores an image.
+
+    Functions that state their modality are not called, nor are objects. prompt, metadata: of a sample.
+    """
     for name, reward in rewards.items():
         if not inspect.isfunction(reward.function) or about(reward.function).modality is not None:
             continue

@@ -46,7 +46,8 @@ def flows(videos: Tensor) -> list[np.ndarray]:
 class TemporalConsistency:
     """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
 
-    Pixels that leave the image do not count. A static clip has 1."""
+    Pixels that leave the image do not count. A static clip has 1.
+    """
 
     about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
 

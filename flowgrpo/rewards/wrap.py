@@ -143,8 +143,10 @@ class Where(Wrapped):
 
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
-    """`columns` of images of several sizes: those of one size are scored together, in the order of the batch. Raises
-    UserError for a group whose samples differ in size."""
+    """`columns` of images of several sizes: those of one size are scored together, in the order of the batch.
+
+    Raises UserError for a group whose samples differ in size.
+    """
     import torch
 
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -162,8 +164,10 @@ def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]
 # --- cached scores ---------------------------------------------------------------------------------------------------
 
 class Scores:
-    """Cached scores of one reward, including NaN (not applicable). Raises UserError for a reward whose source file
-    cannot be found, and for a file that is not a cache."""
+    """Cached scores of one reward, including NaN (not applicable).
+
+    Raises UserError for a reward whose source file cannot be found, and for a file that is not a cache.
+    """
 
     def __init__(self, folder: str | Path, name: str, function: RewardFunction, arguments: dict[str, Any]) -> None:
         self.path = Path(folder) / FILE
@@ -173,8 +177,10 @@ class Scores:
 
     def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None,
             fps: float | None = None) -> str:
-        """Hash of a sample, and of the base's sample if compared, and of the frames per second if read. An image is
-        hashed by its numbers, dtype and shape."""
+        """Hash of a sample, and of the base's sample if compared, and of the frames per second if read.
+
+        An image is hashed by its numbers, dtype and shape.
+        """
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
                      json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),

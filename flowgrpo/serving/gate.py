@@ -25,8 +25,10 @@ BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # secon
 
 
 class Metrics:
-    """Counts of scoring requests. in_flight: begun and not answered yet. queue: complete ones that wait for their
-    turn."""
+    """Counts of scoring requests.
+
+    in_flight: begun and not answered yet. queue: complete ones that wait for their turn.
+    """
 
     def __init__(self) -> None:
         self.in_flight = self.queue = 0
@@ -92,7 +94,9 @@ GONE = "the client has gone"  # no client reads it
 
 class Refused(Exception):
     """Error: a request answered with a status and one line. later: seconds after which to ask again; None for never.
-    unread: its body is not read yet."""
+
+    unread: its body is not read yet.
+    """
 
     def __init__(self, status: int, line: str, later: int | None = None, unread: bool = False) -> None:
         super().__init__(one_line(line))
@@ -102,9 +106,11 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Bounds:
     """Limits of a server for all requests together.
+
     read: seconds for one body to arrive. readers: bodies that arrive at the same time. queue: requests that wait for
     their turn. bodies: bytes of all bodies, in multiples of the limit of one. drain: seconds for what is being scored
-    when the server stops."""
+    when the server stops.
+    """
 
     read: float = 30.0
     readers: int = 256

@@ -53,8 +53,10 @@ def url_name(name: str) -> str:
 
 
 class Application:
-    """Server of a reward. One batch is scored at a time; waiting requests are not unpacked yet. token: None asks for
-    none. hosts: accepted names in the Host header; with a token any request that bears it."""
+    """Server of a reward. One batch is scored at a time; waiting requests are not unpacked yet.
+
+    token: None asks for none. hosts: accepted names in the Host header; with a token any request that bears it.
+    """
 
     def __init__(self, name: str, reward: RewardFunction, limits: wire.Limits, token: str | None, hosts: frozenset[str],
                  bounds: Bounds = Bounds()) -> None:
@@ -168,8 +170,10 @@ CUT = 1  # seconds for answers to be sent after `Bounds.drain`
 def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.Limits, token: str | None,
           log: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
     """Serve a reward until the process gets SIGTERM or SIGINT; `log` gets its address. port 0: any free one.
+
     token: None asks for none, except of a privileged reward, for which one is made and printed.
-    Raises UserError if it cannot listen there."""
+    Raises UserError if it cannot listen there.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family)

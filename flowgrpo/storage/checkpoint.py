@@ -65,8 +65,9 @@ def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: in
 
 
 def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
-    """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept. These
-    are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others too.
+    """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept.
+    These are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others
+    too.
     begun: `begin` was called, and the shards are written."""
     target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)
     if not begun:
@@ -151,7 +152,10 @@ def manifest_note(folder: Path) -> str | None:
 
 
 class Reader:
-    """Tensors of a checkpoint, read one by one. shapes: of the whole tensors, by key."""
+    """Tensors of a checkpoint, read one by one.
+
+    shapes: of the whole tensors, by key.
+    """
 
     def __init__(self, folder: Path):
         shards = sorted(folder.glob("shard-*.safetensors"))
@@ -199,8 +203,9 @@ class Reader:
 
 def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, verify: bool = True
          ) -> tuple[Tensors, dict[str, Any]]:
-    """The (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names. verify: compare
-    with the manifest first; a line on stderr says if there is none. Raises UserError if they cannot be read."""
+    """The (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names.
+    verify: compare with the manifest first; a line on stderr says if there is none.
+    Raises UserError if they cannot be read."""
     try:
         if verify and (line := manifest_note(folder)):
             print(line, file=sys.stderr)

@@ -24,8 +24,9 @@ def finite(value: Any) -> Any:
 
 
 def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
-    """Read the JSON object in a file, with values of these types under these keys. mend: the fix at the end of the
-    error. Raises UserError if the file holds something else."""
+    """Read the JSON object in a file, with values of these types under these keys.
+    mend: the fix at the end of the error.
+    Raises UserError if the file holds something else."""
     if path.exists() and (why := unfit(path)):
         raise UserError(f"{path} is damaged (it {why}): {mend}")
     try:

@@ -1,5 +1,6 @@
 """Bytes of a checkpoint's files: a manifest with the size and the SHA-256 of each, and safetensors files and adapter
-configurations with the same bytes for the same content. Loads no torch."""
+configurations with the same bytes for the same content. Loads no torch.
+"""
 
 from __future__ import annotations
 

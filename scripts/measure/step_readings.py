@@ -20,7 +20,7 @@ from tune_rates import commit
 
 from flowgrpo.config import load
 from flowgrpo.contrib.step_size.extension import COMPLETIONS, STATES, Step
-from flowgrpo.contrib.step_size.signals import Signal, Tokens, Velocity
+from flowgrpo.contrib.step_size.signals import Tokens, Velocity
 from flowgrpo.storage import atomic
 from flowgrpo.train import Trainer
 from flowgrpo.training.epoch import Epoch
@@ -39,7 +39,7 @@ class Readings(Extension):
     def __init__(self, trainer: Trainer):
         super().__init__(trainer)
         self.rows: list[list[float]] = []
-        self.signal: Signal | None = None
+        self.signal: Velocity | Tokens | None = None
         self.before: dict[str, torch.Tensor] = {}
 
     def on_credited(self, epoch: Epoch) -> None:

@@ -29,6 +29,13 @@ def same(one, other):
     return all(torch.equal(one[key], other[key]) for key in one)
 
 
+@torch.no_grad()
+def move(values: dict[str, torch.Tensor]) -> None:
+    """Add noise to the weights of the fake score, which starts as the base: B is zero."""
+    for key, value in values.items():
+        value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+
+
 def test_every_step_of_the_rollout_gives_states_with_the_data_predicted_there():
     made, spent = trainer()
     epoch = loop.draw(made)
@@ -70,9 +77,7 @@ def test_equal_scores_give_no_gradient_and_the_weight_scales_it():
     tiny.stir(made.policy)
     spent.on_backward(0)  # the fake score is the base: B is zero
     assert all(not value.grad.any() for value in made.policy.weights.parameters())
-    with torch.no_grad():
-        for key, value in spent.fake.values.items():
-            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+    move(spent.fake.values)
     found = []
     for weight in (1.0, 2.5):
         object.__setattr__(spent.part, "weight", weight)
@@ -88,9 +93,7 @@ def test_the_teacher_has_its_own_guidance_and_at_first_a_share_of_the_fake_score
     for change in ({}, {"scale": 3.0}, {"blend": 0.5, "blend_updates": 4}):
         made, spent = trainer(parts={"distil": {"batch": 8} | change}, train__guidance=1.0)
         spent.on_drawn(loop.draw(made))
-        with torch.no_grad():
-            for key, value in spent.fake.values.items():
-                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+        move(spent.fake.values)
         spent.on_backward(0)
         found.append(torch.cat([value.grad.flatten() for value in spent.live.values()]))
     assert all((one - found[0]).norm() > 1e-3 * found[0].norm() for one in found[1:])
@@ -110,9 +113,7 @@ def test_the_gradient_is_the_directions_by_a_finite_difference():
     made, spent = trainer()
     spent.on_drawn(loop.draw(made))
     tiny.stir(made.policy)
-    with torch.no_grad():
-        for key, value in spent.fake.values.items():
-            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+    move(spent.fake.values)
     spent.on_backward(3)
     key, parameter = max(spent.live.items(), key=lambda item: item[1].grad.abs().max())
     place = int(parameter.grad.abs().argmax())

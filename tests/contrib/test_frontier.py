@@ -89,7 +89,6 @@ def test_the_weights_before_hacking_are_kept_and_reported(hacked):
     assert summary["kept"].startswith("kept the weights of epoch 3, the best by held-out frontier (0.6")
     assert summary["kept"].endswith("; beyond the frontier: epochs 4, 5, 6, by a higher trained reward and a lower "
                                     "gold")
-    _, config, summary = hacked
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["frontier/epoch"] for line in lines] == [1, 2, 3, 3, 3, 3]
     assert "held_out/frontier" not in lines[-1]

@@ -25,6 +25,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.training import extensions, memory
 from tests.helpers import loop, tiny
+from tests.helpers.tiny_runs import assert_same_weights
 
 PROMPTS = [Prompt(f"{number} {text}") for number in range(6) for text in tiny.PROMPTS]
 ONE = {"parts__plan": {"size": 1}}  # SDE step, as of two the last is not trained
@@ -209,8 +210,7 @@ def test_a_run_that_is_killed_and_resumed_replays_the_same(turbo, tmp_path):
     for epoch in (3, 4):  # as after a kill in epoch 3
         shutil.rmtree(half.folder / "checkpoints" / f"epoch-{epoch:05d}")
     go(half, resume=True)
-    one, other = (load_file(each.folder / LORA_FILE) for each in (whole, half))
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert_same_weights(*(load_file(each.folder / LORA_FILE) for each in (whole, half)))
 
 
 def test_an_epoch_on_the_sibling_samples_and_trains_its_few_steps(turbo):

@@ -115,15 +115,12 @@ def test_a_tail_of_a_pipelines_own_grid_has_its_points():
         assert len(short) == len(compress_tail(own, after, ratio, 3.0))
 
 
-def test_a_run_on_the_stock_grid_keeps_its_shift_in_the_tail():
+@pytest.mark.parametrize("tail, left", [(1.0, [0, 1, 2, 3, 4, 5, 6]), (0.5, [0, 1, 2, 4, 6])])
+def test_a_run_on_the_stock_grid_keeps_its_shift_in_the_tail(tail, left):
     own = tiny.trainer(tiny.policy(tiny.flux()), method="mix_grpo_flash", train__grid="stock", train__steps=6,
-                       parts={"tail": 1.0, "plan": {"size": 2}})
-    [whole] = own.rollouts.explorations(0)
-    assert torch.equal(whole.grid, own.rollouts.grid)
-    own = tiny.trainer(tiny.policy(tiny.flux()), method="mix_grpo_flash", train__grid="stock", train__steps=6,
-                       parts={"tail": 0.5, "plan": {"size": 2}})
-    [short] = own.rollouts.explorations(0)
-    assert torch.equal(short.grid, own.rollouts.grid[[0, 1, 2, 4, 6]])
+                       parts={"tail": tail, "plan": {"size": 2}})
+    [found] = own.rollouts.explorations(0)
+    assert torch.equal(found.grid, own.rollouts.grid[left])
 
 
 GRID = shift_grid(10, 3)

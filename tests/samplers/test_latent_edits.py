@@ -77,13 +77,17 @@ def reward(x: torch.Tensor) -> torch.Tensor:
     return -(x - CENTRE).square().sum(-1)
 
 
+def credited(method, part: Part, prompts: int, group: int) -> Part:
+    scores, context = reward(part.finals[0]).view(prompts, group, 1), Context(groups=PromptGroups(["p"] * prompts))
+    [part] = credit(method, [part], scores, [1.0], context, lambda rows: rows)
+    return part
+
+
 def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int = 16, lr: float = 3e-3) -> None:
     """What the loop does of an epoch, on the toy."""
     optimizer = torch.optim.Adam(editor.networks.parameters(), lr)
     for epoch in range(epochs):
-        part = sampled(editor, method, prompts, group, 1000 + epoch)
-        scores = reward(part.finals[0]).view(prompts, group, 1)
-        [part] = credit(method, [part], scores, [1.0], Context(groups=PromptGroups(["p"] * prompts)), lambda rows: rows)
+        part = credited(method, sampled(editor, method, prompts, group, 1000 + epoch), prompts, group)
         beside = loss_inputs.EditInputs(editor, asked(prompts), part, method.loss.surrogate.through > 0)
         for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
             old = part.transitions[k].old.rows(rows)
@@ -239,9 +243,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     editor = Editor(method.target.edit, 2, 1)
     editor.networks.double()
     stirred(editor).networks["critic"] = Quadratic()
-    part = sampled(editor, method, 2, 4)
-    context = Context(groups=PromptGroups(["p"] * 2))
-    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], context, lambda rows: rows)
+    part = credited(method, sampled(editor, method, 2, 4), 2, 4)
     [taken] = part.transitions
     keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
     part = part.with_advantages(part.advantages, [keep], part.rewards)
@@ -264,9 +266,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
 def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
     method = preset("expo").having(edit=Edit(width=8, depth=1, acting="pairs"), **BY_RATIO)
     editor = stirred(Editor(method.target.edit, 2, 1))
-    part = sampled(editor, method, 2, 4)
-    context = Context(groups=PromptGroups(["p"] * 2))
-    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], context, lambda rows: rows)
+    part = credited(method, sampled(editor, method, 2, 4), 2, 4)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
     seen = loss_inputs.EditInputs(editor, asked(2), part)(0, k, rows, new, part.transitions[0].old)
     torch.testing.assert_close(seen.reward[:, 0], reward(part.finals[0]))

@@ -53,20 +53,17 @@ def test_an_advantage_per_token_goes_with_its_row():
     assert part_of(taken, 3).with_advantages([each], [torch.ones(3).bool()]).advantages[0].tolist() == [[1, 2], [5, 6]]
 
 
-@pytest.mark.parametrize("wrong", [
-    {"advantages": (torch.zeros(3),)}, {"rewards": (torch.zeros(5),)}, {"measured": {"penalty": torch.zeros(3)}},
-    {"finals": (torch.zeros(3, 2),)}, {"advantages": (torch.zeros(4), torch.zeros(4))}])
-def test_a_part_of_records_of_unequal_length_cannot_be_made(wrong):
-    whole = part_of(masked([[1]] * 4), 4)
+@pytest.mark.parametrize("kind, wrong", [
+    *((Part, each) for each in (
+        {"advantages": (torch.zeros(3),)}, {"rewards": (torch.zeros(5),)}, {"measured": {"penalty": torch.zeros(3)}},
+        {"finals": (torch.zeros(3, 2),)}, {"advantages": (torch.zeros(4), torch.zeros(4))})),
+    *((Completions, each) for each in (
+        {"prompts": torch.zeros(2, dtype=torch.int64)}, {"importance": torch.ones(2, 1)},
+        {"expert": torch.ones(3).bool()}))])
+def test_records_of_unequal_length_cannot_be_made(kind, wrong):
+    taken = masked([[1]] * 4)
     with pytest.raises((AssertionError, ValueError)):
-        replace(whole, **wrong)
-
-
-@pytest.mark.parametrize("wrong", [
-    {"prompts": torch.zeros(2, dtype=torch.int64)}, {"importance": torch.ones(2, 1)}, {"expert": torch.ones(4).bool()}])
-def test_completions_of_unequal_length_cannot_be_made(wrong):
-    with pytest.raises(AssertionError):
-        replace(masked([[1]] * 3), **wrong)
+        replace(taken if kind is Completions else part_of(taken, 4), **wrong)
 
 
 @pytest.mark.parametrize("kind, more", [

@@ -25,12 +25,9 @@ def firsts(plan: Sliding, steps: int, epochs: int) -> list[int]:
     return [s.trained[0] for s in schedules]
 
 
-def test_all_steps_leave_out_the_last():
+def test_all_steps_leave_out_the_last_and_no_steps_all():
     assert AllSteps()(5, epoch=3, seed=0) == Schedule((0, 1, 2, 3), (0, 1, 2, 3))
     assert AllSteps()(2, epoch=0, seed=0) == Schedule((0,), (0,))
-
-
-def test_no_steps():
     assert NoSteps()(5, epoch=3, seed=0) == Schedule((), ())
 
 

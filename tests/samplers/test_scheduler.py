@@ -48,18 +48,12 @@ class Toy:
             self.states.append(self.scheduler.step(self.velocities[-1], t, self.states[-1], return_dict=False)[0])
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_without_noise_it_gives_the_stock_pipelines_latents(pipe, guidance):
+@pytest.mark.parametrize("guidance, steps", [(1.0, STEPS), (4.0, STEPS), (1.0, 2)])
+def test_without_noise_it_gives_the_stock_pipelines_latents_whatever_steps_its_call_has(pipe, guidance, steps):
     scheduler = PolicyScheduler.over(pipe.scheduler)
     scheduler.follow(Segment(stock(pipe.scheduler, STEPS), range(STEPS)))
-    torch.testing.assert_close(latents(pipe, scheduler, guidance=guidance), latents(pipe, guidance=guidance),
+    torch.testing.assert_close(latents(pipe, scheduler, steps, guidance), latents(pipe, guidance=guidance),
                                rtol=0, atol=1e-5)
-
-
-def test_the_pipelines_number_of_steps_is_not_read(pipe):
-    scheduler = PolicyScheduler.over(pipe.scheduler)
-    scheduler.follow(Segment(stock(pipe.scheduler, STEPS), range(STEPS)))
-    torch.testing.assert_close(latents(pipe, scheduler, steps=2), latents(pipe), rtol=0, atol=1e-5)
 
 
 def test_it_is_of_the_stock_class_and_keeps_its_configuration():

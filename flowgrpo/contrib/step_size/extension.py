@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo.contrib.features import PhaseKeys
-from flowgrpo.contrib.step_size.signals import Reading, Signal, Tokens, Velocity
+from flowgrpo.contrib.step_size.signals import Reading, Tokens, Velocity
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.setup import Setup
@@ -172,7 +172,7 @@ class StepSize(Extension):
         self.kind: type[Tokens] | type[Velocity] = Tokens if text else Velocity
         self.calibration = Calibration(settings.target or target, settings.updates, self.kind.reach)
         self.states = settings.states or states
-        self.signal: Signal | None = None
+        self.signal: Velocity | Tokens | None = None
         self.reading: Reading | None = None
         self.before: dict[str, Tensor] = {}
         self.first = 0
@@ -222,7 +222,7 @@ class StepSize(Extension):
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
         step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
-        before, after, signal = unwrap(self.reading), None, unwrap(self.signal)
+        before, after, signal = unwrap(self.reading), None, cast(Velocity | Tokens, self.signal)
 
         def measure(factor: float) -> float:
             nonlocal after

@@ -2,6 +2,11 @@
 
 Two readings of a few recorded decisions, under the weights before a step and behind it, give one number. It is linear
 in the step while the step is small.
+
+Of a signal `name` is printed; `reach` is the factor by which a step is larger when it is read: the signal is still
+linear there, and rounding, which is of one size, matters less. `read` replays its decisions under the present weights;
+`rollout_reading` is what the rollout recorded of them, None where it has to be replayed. `sums` of two readings, (sum
+of changes, what it is divided by), are added over processes; `size` is the signal of these.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,29 +25,6 @@ from flowgrpo.types import Completions, Transitions
 
 Reading: TypeAlias = list[Tensor]
 LARGEST = 20.0  # |log ratio| of a token from which on it is cut: its exponential would be all of the sum
-
-
-class Signal(Protocol):
-    """Size of a step on a few decisions of an epoch. name: of it, as a run prints it.
-
-    reach: factor by which a step is larger when it is read. The signal is still linear there, and rounding, which is of
-    one size, matters less.
-    """
-
-    name: str
-    reach: float
-
-    def rollout_reading(self) -> Reading | None:
-        """Reading that the rollout recorded; None: it has to be replayed."""
-
-    def read(self) -> Reading:
-        """Replay the decisions under the present weights."""
-
-    def sums(self, before: Reading, after: Reading) -> list[float]:
-        """(sum of changes, what it is divided by), which are added over processes."""
-
-    def size(self, change: float, divisor: float) -> float:
-        """Signal of these sums."""
 
 
 def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
@@ -89,6 +71,7 @@ class Velocity:
 
     name = "relative change of the predicted velocity"
     reach = 8.0
+    sums = staticmethod(relative)
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
@@ -113,9 +96,6 @@ class Velocity:
             found.append(output.detach().float())
         return found
 
-    def sums(self, before: Reading, after: Reading) -> list[float]:
-        return relative(before, after)
-
     def size(self, change: float, divisor: float) -> float:
         return math.sqrt(change / divisor) if divisor else 0.0
 
@@ -125,6 +105,7 @@ class Tokens:
 
     name = "sqrt(2 KL) of a completion"
     reach = 2.0
+    sums = staticmethod(divergence)
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
@@ -148,9 +129,6 @@ class Tokens:
     def _mask_logp(logp: Tensor, part: Part) -> Tensor:
         """Log-probabilities [m,L] on the CPU, 0 where a token does not count."""
         return logp.cpu().float().masked_fill(~part.transitions[0].old.mask.cpu(), 0.0)
-
-    def sums(self, before: Reading, after: Reading) -> list[float]:
-        return divergence(before, after)
 
     def size(self, change: float, divisor: float) -> float:
         return math.sqrt(2 * max(change, 0.0) / divisor) if divisor else 0.0

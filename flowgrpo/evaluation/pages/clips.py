@@ -1,5 +1,6 @@
 """Clips on disk: an animated WebP and an mp4 for viewing, and a tall image for reading back. H.264 is encoded by
-ffmpeg: that of imageio-ffmpeg (extra `mp4`), or one on the PATH."""
+ffmpeg: that of imageio-ffmpeg (extra `mp4`), or one on the PATH.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +50,11 @@ def require(what: str) -> None:
 
 def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
     """RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
+
     H.264 halves the resolution of colours: small images are enlarged by a whole factor, to at most SMALL pixels, and
     odd sizes grow by a repeated pixel.
-    seconds: of the clip. comment: metadata."""
+    seconds: of the clip. comment: metadata.
+    """
     import numpy as np
 
     program = encoder()
@@ -122,8 +125,11 @@ def comment(text: str) -> bytes:
 
 
 def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fps: float | None = None) -> Path:
-    """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone. fps:
-    frames per second; None: USUAL. Raises UserError if such an mp4 cannot be encoded."""
+    """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone.
+
+    fps: frames per second; None: USUAL.
+    Raises UserError if such an mp4 cannot be encoded.
+    """
     path, frames, seconds = Path(path), [as_image(frame) for frame in clip], seconds_of(len(clip), fps)
     if path.suffix.lower() != ".mp4":
         return animate(path, frames, seconds, facts)

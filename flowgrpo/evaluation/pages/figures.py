@@ -1,5 +1,6 @@
 """Figures: the style of all (colours, fonts and grid lines of the report, on a light background), and the plot of
-rewards over the RLG weight."""
+rewards over the RLG weight.
+"""
 
 from __future__ import annotations
 

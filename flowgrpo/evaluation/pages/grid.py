@@ -1,5 +1,6 @@
 """Pages of images: before and after side by side with their scores. Their font is DejaVu
-Sans, which comes with matplotlib; installed fonts have the letters that it lacks."""
+Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +128,10 @@ HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: one image ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores. sources:
-    images that the prompt brings, which stand left of the columns."""
+    """One prompt: one image ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores.
+
+    sources: images that the prompt brings, which stand left of the columns.
+    """
 
     caption: str
     images: Sequence[torch.Tensor | str]
@@ -150,10 +153,12 @@ class Summary:
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
               facts: Mapping[str, str] | None = None, fps: float | None = None) -> Path:
-    """Write a PNG with a card per row, several cards side by side, and the columns' names above the images. With clips,
-    also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
+    """Write a PNG with a card per row, several cards side by side, and the columns' names above the images. With
+    clips, also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
+
     A score is green with a triangle up if above that of the row's first image, red with one down if below; NaN is
-    printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips."""
+    printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips.
+    """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
     chunks = PngInfo()

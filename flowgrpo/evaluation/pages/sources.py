@@ -33,8 +33,10 @@ class Source(NamedTuple):
 
 
 def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
-    """What a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out. frames: number
-    of frames of a source video; None: all."""
+    """What a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out.
+
+    frames: number of frames of a source video; None: all.
+    """
     import torch
     from torchvision.transforms.functional import to_tensor
 

@@ -1,5 +1,6 @@
 """Report of a run: `report.html`, one self-contained file made from the run's folder. `flowgrpo report --live` serves
-that of a running run to browsers of this machine."""
+that of a running run to browsers of this machine.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def during(trainer: Trainer, run: Path) -> bool:
 
 
 def write(run: Path) -> Path:
-    """Write `report.html` into a run's folder; returns its path. Raises UserError for a folder that is not a run."""
+    """Write `report.html` into a run's folder; returns its path.
+    Raises UserError for a folder that is not a run."""
     with require_format(run):  # NaN has no form in the page
         text = page(data(run))
     atomic.write_text(run / FILE, text)
@@ -71,7 +73,8 @@ def embed(content: dict[str, Any]) -> str:
 
 
 def data(run: Path) -> dict[str, Any]:
-    """All data of a report. Raises UserError for a folder that is not a run, and for a damaged file."""
+    """All data of a report.
+    Raises UserError for a folder that is not a run, and for a damaged file."""
     with require_format(run := run_of(run)):
         return _data(run)
 
@@ -113,8 +116,10 @@ def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[st
 
 
 def source_mark(run: Path) -> str:
-    """Mark that changes with the report's source files: of their names, sizes, inodes and times. A time that goes back
-    is a change as well."""
+    """Mark that changes with the report's source files: of their names, sizes, inodes and times.
+
+    A time that goes back is a change as well.
+    """
     marks: list[tuple[str, tuple[int, int, int] | None]] = []
     for file in (run / "config.yaml", run / "metrics.jsonl", *sorted((run / snapshots.FOLDER).glob("*.json")),
                  *sorted((run / kept.FOLDER).glob("*.json"))):
@@ -223,8 +228,10 @@ PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line
 def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
            ranges: dict[str, list[float | None]]) -> list[dict[str, Any]]:
     """Chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
+
     A series is {label} with the `key` of a metric, optionally its deviation's key as `band` and the `size` of the
-    chart's unit, or with x and y."""
+    chart's unit, or with x and y.
+    """
     reward_charts = [_reward(config, name, lines, stages, ranges.get(name))
                      for name in (config.trained | config.extra_rewards)]
     rest = [key for key in columns(lines) if key not in PLAIN
@@ -264,8 +271,10 @@ def _natural(label: str) -> tuple[str, int]:
 
 def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
             known: list[float | None] | None) -> dict[str, Any]:
-    """A reward's chart: mean over the samples of each epoch, and on the held-out prompts. known: its range; else [0, 1]
-    if all held-out scores lie there, or None."""
+    """A reward's chart: mean over the samples of each epoch, and on the held-out prompts.
+
+    known: its range; else [0, 1] if all held-out scores lie there, or None.
+    """
     scores = [score for stage in stages for score in stage["scores"].get(name, []) if score is not None]
     within = [0, 1] if scores and all(0 <= score <= 1 for score in scores) else None
     series: list[dict[str, Any]] = [
@@ -293,22 +302,29 @@ def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def server(run: Path, port: int) -> ThreadingHTTPServer:
-    """Server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else. port: 0
-    takes a free one. Raises UserError if the port is taken, or the folder is not a run."""
+    """Server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else.
+
+    port: 0 takes a free one.
+    Raises UserError if the port is taken, or the folder is not a run.
+    """
     return loopback.listen(type("Handler", (Handler,), {"live": Live(run_of(run))}), port)
 
 
 class Live:
-    """Report of a run that may change, be damaged or be deleted. Raises UserError at first if the folder is not a
-    run."""
+    """Report of a run that may change, be damaged or be deleted.
+
+    Raises UserError at first if the folder is not a run.
+    """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._text = json.dumps(data(run), allow_nan=False)
 
     def content(self) -> dict[str, Any]:
-        """The report's data. Where it cannot be made, the data of the last time, with one line about the fault under
-        `notice`."""
+        """The report's data.
+
+        Where it cannot be made, the data of the last time, with one line about the fault under `notice`.
+        """
         notice = None
         try:
             self._text = json.dumps(data(self.run), allow_nan=False)

@@ -74,8 +74,10 @@ class Video:
 
 @dataclass
 class Extremes:
-    """Best and worst samples of an epoch, at most EXTREMES each and one per prompt, updated as samples come. names: the
-    rewards. A sample is (total, prompt, scores [R], output). Prompts of one text with other files differ."""
+    """Best and worst samples of an epoch, at most EXTREMES each and one per prompt, updated as samples come.
+
+    names: the rewards. A sample is (total, prompt, scores [R], output). Prompts of one text with other files differ.
+    """
 
     names: Sequence[str]
     best: list[tuple] = field(default_factory=list)
@@ -83,8 +85,10 @@ class Extremes:
 
     def add(self, prompts: Sequence[Prompt], outputs: torch.Tensor | Sequence[str], scores: torch.Tensor,
             totals: torch.Tensor) -> None:
-        """Add b samples: their prompts and outputs, scores [b,R], and the totals [b] that order them. Skips a sample to
-        which no reward applies, and one that lacks a score that others of its prompt have."""
+        """Add b samples: their prompts and outputs, scores [b,R], and the totals [b] that order them.
+
+        Skips a sample to which no reward applies, and one that lacks a score that others of its prompt have.
+        """
         rows: dict[Any, list[int]] = {}
         for i, prompt in enumerate(prompts):
             rows.setdefault(_identity(prompt), []).append(i)
@@ -184,8 +188,10 @@ def _bytes(url: str) -> bytes:
 
 def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str,
           sample: str = "image", unit: str = "denoiser evaluations") -> None:
-    """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch. sample: name
-    of a sample; unit: what evaluations are."""
+    """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch.
+
+    sample: name of a sample; unit: what evaluations are.
+    """
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):

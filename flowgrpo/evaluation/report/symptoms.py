@@ -37,8 +37,10 @@ class Symptom:
 
 def solved(direction: float, means: Sequence[float | None], known: Scale | None, share: float = CEILING) -> bool:
     """True if a reward's means are all at its best score, as far as its range is known.
+
     direction: below 0 if it is to fall. known: its lowest and highest score. share: of the range, where both are known;
-    with one alone they are that."""
+    with one alone they are that.
+    """
     low, high = known or (None, None)
     best, worst = (high, low) if direction > 0 else (low, high)
     if best is None or not means:
@@ -51,8 +53,10 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
            ranges: Mapping[str, Scale | None] = {}) -> list[Symptom]:
     """Symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are read. Of a
     run whose trained rewards are at their ceiling a reward or a gradient that stays is no symptom.
+
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
-    ranges: lowest and highest score of each reward."""
+    ranges: lowest and highest score of each reward.
+    """
     weighted = [name for name, weight in config.rewards.items() if weight]
     done = bool(weighted) and all(solved(config.trained[name].direction, [
         line.get(f"reward/{name}/mean") for line in lines[-EQUAL:]], ranges.get(name)) for name in weighted)

@@ -1,5 +1,6 @@
 """Summary of a report in plain words: the change on the held-out prompts and its reliability; and the outcome of a run,
-from its lines of metrics: the epochs that trained nothing, and why."""
+from its lines of metrics: the epochs that trained nothing, and why.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Outcome:
     epochs: that are done. idle: those that trained nothing; why: the cause of these.
     silent: epochs in which a trained reward was asked and gave no score, by reward.
     taught: False if no reward told one sample from another in any epoch, though the weights changed.
-    errors: the last error of each reward that failed."""
+    errors: the last error of each reward that failed.
+    """
 
     epochs: int
     idle: tuple[int, ...] = ()
@@ -96,8 +98,10 @@ def outcome(config: Config, lines: Sequence[dict[str, Any]], errors: Mapping[str
 
 
 def untrained_lines(summary: dict[str, Any]) -> list[str]:
-    """Sentences on what was not trained of a run's summary.json; none of earlier versions. Raises UserError if the file
-    has another form."""
+    """Sentences on what was not trained of a run's summary.json; none of earlier versions.
+
+    Raises UserError if the file has another form.
+    """
     known = summary.get("trained", {"said": []})
     if not isinstance(known, dict) or not isinstance(known.get("said"), list):
         raise UserError(f"summary.json: trained is {str(known)[:40]}, expected a list under `said`: restore the file")
@@ -164,7 +168,8 @@ class Change:
     weight: in training, of a limited reward its sign; None if eval-only.
     before, now, change: means over prompts, with intervals.
     count: samples that have a score at both times.
-    way: 1: got better, -1: got worse, 0: neither, or it may be chance, among `beside` changes of its kind."""
+    way: 1: got better, -1: got worse, 0: neither, or it may be chance, among `beside` changes of its kind.
+    """
 
     name: str
     weight: float | None
@@ -202,8 +207,10 @@ class Nouns:
 
 
 def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
-    """The rewards' changes from the first stage to the last; empty before a second measurement. What may be chance is
-    decided for the trained rewards together, and for the eval-only ones (`directions`)."""
+    """The rewards' changes from the first stage to the last; empty before a second measurement.
+
+    What may be chance is decided for the trained rewards together, and for the eval-only ones (`directions`).
+    """
     if len(stages) < 2:
         return []
     first, last = stages[0]["scores"], stages[-1]["scores"]
@@ -237,8 +244,10 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
               shares: Mapping[str, float] | None = None, errors: Mapping[str, str] = {},
               ranges: Mapping[str, symptoms.Scale | None] = {}, anew: bool = False) -> list[dict[str, str]]:
     """Summary: {text, tone}, with tone plain, good or warn.
+
     kept, structure: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
-    errors, ranges: as of `outcome`. anew: the changes are of prompts that chose nothing."""
+    errors, ranges: as of `outcome`. anew: the changes are of prompts that chose nothing.
+    """
     # What was trained, how long, and which epochs trained nothing.
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     ended = outcome(config, lines, errors, ranges)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
-from flowgrpo.policies.pipelines.frames import is_video, rate_of, rgb
+from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
 from flowgrpo.policies.weights.forwards import FUSED, plain
@@ -307,7 +307,7 @@ def require_arguments(cls: type, call: Collection[str], denoisers: Iterable[torc
 
     denoisers: None before they are loaded, when it is not known whether guidance is embedded.
     """
-    accepted = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    accepted = call_parameters(cls)
     if unknown := sorted(set(call) - set(accepted)):
         raise UserError(f"`image`: {cls.__name__} takes no {unknown[0]!r}"
                         f"{nearest(unknown[0], sorted(set(accepted) - {'self'}))}")

@@ -80,27 +80,25 @@ class Trunk(nn.Module):
         return self.blocks(torch.cat([hidden, self.read(prompts)], 1))[:, :hidden.shape[1]]
 
 
-class EditNetwork(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]; 0 everywhere at its start."""
+class Headed(nn.Module):
+    """Trunk and one layer of `outputs` values on it, which are 0 everywhere at its start."""
 
-    def __init__(self, channels: int, prompt: int, width: int, depth: int):
+    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int):
         super().__init__()
-        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, channels)
+        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
+
+
+class EditNetwork(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]."""
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         return untokens(self.leave(self.trunk(x, prompts)), x)
 
 
-class Critic(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image; 0 everywhere at its start."""
-
-    def __init__(self, channels: int, prompt: int, width: int, depth: int):
-        super().__init__()
-        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, 1)
-        nn.init.zeros_(self.leave.weight)
-        nn.init.zeros_(self.leave.bias)
+class Critic(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image."""
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         return self.leave(self.trunk(x, prompts).mean(1))[:, 0]
@@ -118,7 +116,8 @@ class Editor:
         self.edit, self.device, self.states = edit, torch.device(device), torch.device(states)
         self.sizes = {"channels": channels, "prompt": prompt}
         sizes = channels, prompt, edit.width, edit.depth
-        self.networks = nn.ModuleDict({"edit": EditNetwork(*sizes), "critic": Critic(*sizes)}).to(self.device)
+        networks = {"edit": EditNetwork(*sizes, channels), "critic": Critic(*sizes, 1)}
+        self.networks = nn.ModuleDict(networks).to(self.device)
 
     def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
                step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:

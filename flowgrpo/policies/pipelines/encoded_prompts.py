@@ -115,7 +115,8 @@ def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: A
     if missing := next((path for path in files if not path.is_file()), None):
         raise UserError(f"encode_prompt of {type(pipe).__name__} returns more than tensors, which is not kept on disk "
                         f"({missing.name} is missing): leave out `flowgrpo prompts encode`, runs encode by themselves")
-    _write(kept / f"encoders-{identity(config)}.json", {"model": config.model, "folder": folder.name})
+    index = json.dumps({"model": config.model, "folder": folder.name})
+    atomic.write_text(kept / f"encoders-{identity(config)}.json", index, shared=True)  # others may write the same
     return Filled(folder, len(files), sum(path.stat().st_size for path in files),
                   len({path.name for path in files} - before))
 
@@ -170,7 +171,3 @@ def _files(config: Config) -> Iterator[bytes]:
                 yield opened.read(HEAD)
                 opened.seek(max(file.stat().st_size - HEAD, 0), os.SEEK_SET)
                 yield opened.read()
-
-
-def _write(path: Path, content: dict[str, str]) -> None:
-    atomic.write_text(path, json.dumps(content), shared=True)  # another process may write the same index

@@ -31,16 +31,19 @@ USUAL = 16.0  # of a pipeline that is not in the table
 DENSE, COGVIDEOX_15 = 24.0, 16.0  # of Wan 2.2's dense model and of CogVideoX 1.5, which have the pipelines of others
 
 
+def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a pipeline class's call."""
+    return inspect.signature(inspect.unwrap(cls.__call__)).parameters
+
+
 def fps_argument(cls: type) -> str | None:
     """Return the argument of a pipeline class's call that takes the frames per second; None if it has none."""
-    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
-    return next((name for name in ARGUMENTS if name in accepts), None)
+    return next((name for name in ARGUMENTS if name in call_parameters(cls)), None)
 
 
 def is_video(cls: type) -> bool:
     """Return True for a pipeline class of clips, by the arguments of its call."""
-    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
-    return any("frame" in name or "video" in name for name in accepts)
+    return any("frame" in name or "video" in name for name in call_parameters(cls))
 
 
 def with_fps(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
@@ -63,8 +66,7 @@ def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: flo
     config: of the pipeline and of its denoiser. fps: `image.fps`.
     """
     if (name := fps_argument(cls)) is not None:
-        default = inspect.signature(inspect.unwrap(cls.__call__)).parameters[name].default
-        return float(fps or call.get(name) or default)
+        return float(fps or call.get(name) or call_parameters(cls)[name].default)
     if fps is not None:
         return float(fps)
     if config.get("expand_timesteps"):
@@ -103,7 +105,7 @@ def require(key: str, count: int, pipe: Any) -> None:
     """
     cls, every = pipe if isinstance(pipe, tuple) else (
         type(pipe), next((factor for name in FACTORS if (factor := getattr(pipe, name, None))), 1))
-    takes = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    takes = call_parameters(cls)
     if "num_frames" not in takes or "video" in takes:
         if key == "eval.frames":
             why = "has the frames of its source video" if "video" in takes else "takes no number of frames"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,9 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
         raise UserError(f"load.denoiser: diffusers reads no {cls.__name__} from a single file: leave it out")
     form = diffusers.GGUFQuantizationConfig(compute_dtype=dtype) if files.gguf else None
     file = unwrap(files.denoiser)
-    try:
+    with _loading(file, f"{name} of {source}", cls):
         module = cls.from_single_file(file, config=source, subfolder=name, dtype=dtype, quantization_config=form,
                                       config_revision=files.revision)
-    except Exception as error:  # third-party files can raise anything
-        raise UserError(f"{file} does not load as the {name} of {source} ({' '.join(str(error).split())[:200]}): "
-                        f"expected weights of a {cls.__name__}") from error
     _require_complete(file, name, module)
     return {name: module}
 
@@ -128,7 +125,7 @@ def vae(files: Load, source: str, index: dict[str, Any], dtype: torch.dtype) -> 
     if "vae" not in index:
         raise UserError(f"load.vae is {given!r}, but a {index['_class_name']} has no autoencoder: leave it out")
     cls = getattr(diffusers, index["vae"][1])
-    try:
+    with _loading(given, f"vae of {source}", cls, "load.vae: "):
         if Path(given).is_file() and not hasattr(cls, "from_single_file"):
             module = cls.from_config(cls.load_config(source, subfolder="vae", revision=files.revision)).to(dtype)
             module.load_state_dict(tensors_of(given)[0])
@@ -137,11 +134,18 @@ def vae(files: Load, source: str, index: dict[str, Any], dtype: torch.dtype) -> 
                                           config_revision=files.revision)
         else:
             module = cls.from_pretrained(given, dtype=dtype)
-    except Exception as error:  # third-party files can raise anything
-        raise UserError(f"load.vae: {given} does not load as the vae of {source} ({' '.join(str(error).split())[:200]})"
-                        f": expected weights of a {cls.__name__}") from error
     _require_complete(given, "vae", module)
     return {"vae": module}
+
+
+@contextlib.contextmanager
+def _loading(file: str, part: str, cls: type, begin: str = "") -> Iterator[None]:
+    """Context manager: what reading a file of weights raises is one line. begin: of that line."""
+    try:
+        yield
+    except Exception as error:  # third-party files can raise anything
+        raise UserError(f"{begin}{file} does not load as the {part} ({' '.join(str(error).split())[:200]}): expected "
+                        f"weights of a {cls.__name__}") from error
 
 
 def _require_complete(file: str, name: str, module: torch.nn.Module) -> None:

@@ -50,7 +50,6 @@ def pad_calls(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
 
 
 def to_json(masks: Masks | None) -> str:
-    """Return what was learned as JSON."""
     return json.dumps(masks and [[kind and str(kind).removeprefix("torch.") for kind in kinds] for kinds in masks])
 
 

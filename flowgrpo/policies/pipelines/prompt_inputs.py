@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.pipelines.frames import fitting_sides, is_video, with_fps
+from flowgrpo.policies.pipelines.frames import call_parameters, fitting_sides, is_video, with_fps
 
 # What a pipeline raises that refuses its arguments.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
@@ -50,11 +50,6 @@ class Pictured(Protocol):
 
     @property
     def accepts(self) -> Collection[str]: ...
-
-
-def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a pipeline class's call."""
-    return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
 def names(cls: type) -> dict[str, str]:

@@ -81,8 +81,10 @@ class ColourClip(ClipCosine):
 @dataclass(frozen=True)
 class ClipColours:
     """Colours of detections in an image, one of GenEval's ten each, by CLIP.
+
     model, pretrained, parts: as in `ClipScore`. dtype (fp32), device and batch_size (32 objects): as in `LocalModel`.
-    Raises UserError if open_clip or the weights are missing."""
+    Raises UserError if open_clip or the weights are missing.
+    """
 
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"

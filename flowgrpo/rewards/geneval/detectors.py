@@ -1,5 +1,6 @@
 """Object detectors for GenEval's rules: boxes of the 80 COCO classes, by torchvision, by Mask2Former (2112.01527), the
-detector of the published evaluation, or by a server."""
+detector of the published evaluation, or by a server.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def canonical_label(label: str) -> str:
 def load_detector(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
              ) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
-    name: of the detector in a recipe. model: a folder or hub id. Raises UserError if they are unavailable."""
+
+    name: of the detector in a recipe. model: a folder or hub id.
+    Raises UserError if they are unavailable.
+    """
     with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
                  model):
         options = {"revision": revision, "trust_remote_code": False}
@@ -75,8 +79,10 @@ def in_process(name: str) -> bool:
 
 
 def detector(name: str, **arguments: Any) -> Detector:
-    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`. Raises UserError for one that
-    does not exist or lacks its package."""
+    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
+
+    Raises UserError for one that does not exist or lacks its package.
+    """
     if name.startswith(ADDRESSES):
         return Remote(name)
     if ".py:" in name:
@@ -92,8 +98,10 @@ def detector(name: str, **arguments: Any) -> Detector:
 @dataclass(frozen=True)
 class Torchvision(LocalModel):
     """Detection model of torchvision with its COCO weights (BSD-3-Clause), downloaded on first use.
-    model: given with `categories` (names by class number), replaces the one of that `name`. dtype (fp32 alone:
-    torchvision's operators take no other), device and batch_size (8): as in `LocalModel`."""
+
+    model: given with `categories` (names by class number), replaces the one of that `name`.
+    dtype (fp32 alone: torchvision's operators take no other), device and batch_size (8): as in `LocalModel`.
+    """
 
     name: str = "fasterrcnn_resnet50_fpn_v2"
     model: Any = None
@@ -159,8 +167,11 @@ def _reading(name: str, url: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Remote:
-    """Detector behind an address. Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections":
-    [[{"box": [left, top, right, bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per image."""
+    """Detector behind an address.
+
+    Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections": [[{"box": [left, top, right,
+    bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per image.
+    """
 
     url: str
     timeout: float = 60.0
@@ -206,7 +217,8 @@ class Mask2Former(LocalModel):
     model, revision: a Mask2Former trained for instances, a folder or hub id. least: minimum score of a returned
     detection.
     parts: model and image processor, ready-made. dtype (fp32), device and batch_size (4): as in `LocalModel`.
-    Raises UserError if the weights are unavailable."""
+    Raises UserError if the weights are unavailable.
+    """
 
     model: str = "facebook/mask2former-swin-small-coco-instance"
     revision: str | None = None
@@ -240,8 +252,10 @@ class Mask2Former(LocalModel):
                 for logits, one, part in zip(outputs.class_queries_logits, maps, there)]
 
     def _objects(self, logits: Tensor, maps: Tensor, size: torch.Size) -> list[Detection]:
-        """Detections of an image of `size` (H, W). logits: [Q, classes + 1] of the queries' classes, the last one for
-        none. maps: [Q, h, w] of their masks."""
+        """Detections of an image of `size` (H, W).
+
+        logits: [Q, classes + 1] of the queries' classes, the last one for none. maps: [Q, h, w] of their masks.
+        """
         classes = logits.shape[1] - 1
         probabilities, pairs = logits.softmax(-1)[:, :-1].flatten().topk(min(MOST, len(logits) * classes))
         likely = probabilities > self.least  # a score is at most this probability

@@ -36,8 +36,11 @@ Namer = Callable[[np.ndarray, Sequence[Detection], str], "list[str | None]"]
 
 
 def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
-    """Directions of a box from another: none, one or two of `RELATIONS`. The offset of the centres is shortened on each
-    axis by `threshold` of both boxes' sizes. A direction holds if the rest exceeds half of the whole offset."""
+    """Directions of a box from another: none, one or two of `RELATIONS`.
+
+    The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes. A direction holds if the
+    rest exceeds half of the whole offset.
+    """
     a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
     offset = a.mean(0) - b.mean(0)
     left = np.maximum(np.abs(offset) - threshold * np.abs(np.diff(a, axis=0) + np.diff(b, axis=0))[0], 0)
@@ -86,7 +89,9 @@ class Rules:
     def graded(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| / wanted, at least
         0. Its colour and its position give 1 if they and the count are right, else 0.
-        Too many cost as much as too few; `exclude` is ignored. Flow-GRPO's own reward is `flow_grpo`."""
+
+        Too many cost as much as too few; `exclude` is ignored. Flow-GRPO's own reward is `flow_grpo`.
+        """
         objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         credits: list[float] = []
@@ -101,9 +106,11 @@ class Rules:
 
     def flow_grpo(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
+
         The mean of these credits of the `include` clauses. Number: 1 - |found - wanted| / wanted, which can be below 0;
         if it is wrong, one 0 for colour and position together. Colour: the same of the objects that have it. Position,
-        judged if the colours are right: 0 without a target; 1 where it holds; a 0 and a 1 where it does not."""
+        judged if the colours are right: 0 without a target; 1 where it holds; a 0 and a 1 where it does not.
+        """
         objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         credits: list[float] = []
@@ -215,7 +222,8 @@ class GenEval:
 class GenEvalFast(GenEval):
     """GenEval's rules with a fast detector and measured colours: near its numbers, not comparable with them.
 
-    Arguments: as in `GenEval`."""
+    Arguments: as in `GenEval`.
+    """
 
     detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
     colours: str | Namer = "pixels"

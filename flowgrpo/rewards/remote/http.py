@@ -53,9 +53,11 @@ class Client:
     def exchange(self, method: str, url: str, body: bytes | None, timeout: float, connect: float
                  ) -> tuple[int, dict[str, str], bytes]:
         """An answer's status, its headers by their names in small letters, and its unpacked body.
+
         timeout: seconds of all of it. connect: those of the connection.
         Raises an httpx exception if no answer came in time; ValueError for one that is too long or has another
-        encoding."""
+        encoding.
+        """
         with _one:  # else two threads that come first make two loops
             loop = _event_loop()
         return asyncio.run_coroutine_threadsafe(self._exchange(method, url, body, timeout, connect), loop).result()
@@ -87,8 +89,10 @@ class Client:
 
 
 class Body:
-    """Body of an answer, of LONGEST_ANSWER bytes at most; no more is ever unpacked. coding: the Content-Encoding, ""
-    for none. Raises ValueError for another coding."""
+    """Body of an answer, of LONGEST_ANSWER bytes at most; no more is ever unpacked.
+
+    coding: the Content-Encoding, "" for none. Raises ValueError for another coding.
+    """
 
     def __init__(self, coding: str) -> None:
         self._coding, self._content = coding.strip().lower(), bytearray()

@@ -42,8 +42,12 @@ LEAST = 3  # frames: with two, an even pace is undefined
 
 @dataclass(frozen=True)
 class Track:
-    """Object of a clip, frame by frame. centres: [F, 2], centroids in pixels (x, y). sizes: [F], logarithms. legible:
-    in [0, 1], for one crisp blob of one paint per frame, of the same colour in all, on a clean ground."""
+    """Object of a clip, frame by frame.
+
+    centres: [F, 2], centroids in pixels (x, y).
+    sizes: [F], logarithms.
+    legible: in [0, 1], for one crisp blob of one paint per frame, of the same colour in all, on a clean ground.
+    """
 
     centres: np.ndarray
     sizes: np.ndarray
@@ -74,7 +78,8 @@ def track(frames: Sequence[Reading]) -> Track | None:
 
 
 def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
-    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1]. Raises ValueError for other videos."""
+    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1].
+    Raises ValueError for other videos."""
     videos = torch.as_tensor(videos).detach().to("cpu", torch.float32)
     if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
         raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "
@@ -118,7 +123,8 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
            metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
-    Arguments and errors are those of `motion_graded`."""
+    Arguments and errors are those of `motion_graded`.
+    """
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
@@ -128,7 +134,8 @@ def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
                metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
-    This is `scene` of every frame. Arguments and errors are those of `motion_graded`."""
+    This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
+    """
     return [float(all(frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects]
                       == [(clip.shape, clip.colour)] for frame in frames))
             for frames, clip in _pair_with_claims(videos, prompts)]

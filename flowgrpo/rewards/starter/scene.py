@@ -91,9 +91,11 @@ def _pixel_axis(part: slice) -> np.ndarray:
 @dataclass(frozen=True)
 class Detected:
     """One blob of an image, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
+
     `centre` is (x, y), in pixels; `area` counts pixels. `shapes` [6] and `colours` [6] follow SHAPES and COLOURS.
     `width` is that of its edges in pixels, and `crispness` falls with it. `unity` is 1 for a single paint and a form
-    that is neither tiny nor stretched."""
+    that is neither tiny nor stretched.
+    """
 
     centre: tuple[float, float]
     area: int
@@ -124,7 +126,8 @@ class Reading:
 
 
 def read(image: Tensor | np.ndarray) -> Reading:
-    """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy). Raises ValueError for another shape or range."""
+    """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy).
+    Raises ValueError for another shape or range."""
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
@@ -213,8 +216,10 @@ def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: 
 def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
              window: tuple[slice, slice]) -> tuple[np.ndarray, np.ndarray, float]:
     """Compare a mask [h, w] with the six shapes of its area, centroid and softness.
+
     Returns the distance between the outlines [6] over the square root of the area, the lead [6] of the overlap
-    (intersection over union) over the best other shape's, and the width in pixels of the mask's edge."""
+    (intersection over union) over the best other shape's, and the width in pixels of the mask's edge.
+    """
     radius = np.sqrt(area / _area)
     # Across an edge that is a ramp of width w, alpha (1 - alpha) integrates to w / 6.
     width = 6 * (alpha * (1 - alpha)).sum() / (_perimeter * radius)
@@ -266,7 +271,8 @@ def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str],
                      metadata: Sequence[dict[str, Any]] | None = None) -> list[float | None]:
     """Mean width in pixels of the contours of an image's objects, which grows with blur; None without objects.
 
-    images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images."""
+    images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images.
+    """
     return [None if width != width else width for width in edge_widths(images)]
 
 
@@ -317,7 +323,8 @@ def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 where an image shows exactly what its prompt claims and nothing else, otherwise 0.0.
 
-    Arguments and errors are those of `scene_graded`."""
+    Arguments and errors are those of `scene_graded`.
+    """
     return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
 
 

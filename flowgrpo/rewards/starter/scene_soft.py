@@ -1,5 +1,6 @@
 """Differentiable form of the `scene` reward, for refl, draft and alignprop; and the style of the starter's scenes: flat
-areas with crisp edges, without grain, blur or shading."""
+areas with crisp edges, without grain, blur or shading.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,10 @@ def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def membership(images: Tensor) -> Tensor:
-    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W]. A sigmoid of the pixel's
-    progress from the ground to the paint, times its closeness to that line."""
+    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
+
+    A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
+    """
     offset = images[:, None] - GROUND
     way = images.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
     along = (offset * way).sum(2) / way.square().sum(2)
@@ -87,7 +90,8 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[s
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful image has about 0.8.
     Raises ValueError for other images, for another number of prompts, and for a prompt outside the grammar of
-    `scenes.parse`."""
+    `scenes.parse`.
+    """
     if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
         raise ValueError(f"the reward scene_soft got images of shape {list(images.shape)} and {len(prompts)} "
                          f"prompts, expected [B, 3, {SIZE}, {SIZE}] and B prompts")

@@ -53,8 +53,13 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a model. refused: the model, or the service for it, declined. cut: it reached `max_tokens`. tokens:
-    those of the text, each with its likeliest alternatives and their log-probabilities, if the endpoint gave them."""
+    """Answer of a model.
+
+    refused: the model, or the service for it, declined.
+    cut: it reached `max_tokens`.
+    tokens: those of the text, each with its likeliest alternatives and their log-probabilities, if the endpoint gave
+    them.
+    """
 
     text: str
     refused: bool = False
@@ -164,8 +169,11 @@ class Endpoint:
 
     def _handle_error(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
                       sent: Mapping[str, Any] = {}) -> Answer:
-        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient one, or
-        that of keys which the server does not take. sent: the request."""
+        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient
+        one, or that of keys which the server does not take.
+
+        sent: the request.
+        """
         error = _error(body)
         reason, codes = self._service.quote(error["message"]), (error["code"], error["type"])
         message = f"{url} answered {status}" + (f": {reason}" if reason else "")
@@ -192,8 +200,10 @@ class Endpoint:
 
 def answer(body: bytes) -> Answer:
     """Parse a chat completion as an `Answer`; one that comes as a stream of events is put together.
+
     Where a message has no content, its text is that of its tools' arguments, or of its reasoning if it ended.
-    Raises ValueError for anything else."""
+    Raises ValueError for anything else.
+    """
     try:
         stream = body.lstrip()[:6].lower()
         streams = stream.startswith((b"data:", b"event:", b":"))
@@ -263,8 +273,10 @@ def _models(body: bytes) -> list[tuple[str, str]]:
 
 
 def _error(body: bytes) -> dict[str, str]:
-    """Message, code, type and param of a server's refusal, empty where it states none. The message is under `error`,
-    `message` or `detail`, a text or a list of pydantic's errors, or is the body itself."""
+    """Message, code, type and param of a server's refusal, empty where it states none.
+
+    The message is under `error`, `message` or `detail`, a text or a list of pydantic's errors, or is the body itself.
+    """
     try:
         record = json.loads(body)
     except (ValueError, RecursionError):

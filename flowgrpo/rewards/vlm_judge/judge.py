@@ -1,5 +1,6 @@
 """Judge rewards: a VLM or LLM behind any OpenAI-compatible endpoint scores the outputs. Its messages show them, and the
-source that an edit started from."""
+source that an edit started from.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +73,10 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message. entry: the
-    prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file."""
+    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
+
+    entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
+    """
     key, paths = sources(entry)
     if paths:
         require_open()
@@ -188,7 +191,8 @@ class Judge(Asking):
     """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
 
     parse: reader of the score, see `parse.parser`. scale: lowest and highest mark, mapped to 0 and 1; None for
-    raw marks. Other fields: see `Asking` and `Endpoint`."""
+    raw marks. Other fields: see `Asking` and `Endpoint`.
+    """
 
     template: str = ("Rate from 0 to 10 how well the picture, video or text shown here fulfils this request, and how "
                      "good it is: 0 useless, 10 perfect. Request: {prompt}\nEnd with a line `Score: N`.")
@@ -213,7 +217,8 @@ class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 
     parse: "verdict", or a regular expression as in `parse.verdict_parser`. both_orders, comparisons, seed: as in
-    `pairwise.Pairing`; here every pair is judged in both orders by default."""
+    `pairwise.Pairing`; here every pair is judged in both orders by default.
+    """
 
     template: str = ("Two results of the same request are shown, the first and then the second. Which one fulfils it "
                      "better and is of better quality? Request: {prompt}\nEnd with `Answer: 1`, `Answer: 2` or "

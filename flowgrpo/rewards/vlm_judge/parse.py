@@ -38,7 +38,8 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
     """Parser, text -> score, for `parse`: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a regular
     expression whose group is the number and whose last match counts. scale: lowest and highest mark, mapped to 0 and 1;
     others are no answer.
-    Raises UserError for any other `parse`."""
+    Raises UserError for any other `parse`.
+    """
     low_high = None if scale is None else _range(scale, "scale")
     read, limits = _reader(parse)
 
@@ -87,7 +88,8 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Function, text -> content of a regular expression's one group in its last match; None without a match."""
+    """Function, text -> content of a regular expression's one group in its last match; None without a match.
+    """
     try:
         pattern = re.compile(parse, re.S)
     except re.error as error:
@@ -208,7 +210,8 @@ def verdict(text: str) -> float | None:
 
 def verdict_parser(parse: str) -> Callable[[str], float | None]:
     """Parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of the two
-    (1, 2, A, B, first, second), or a tie. Raises UserError for neither."""
+    (1, 2, A, B, first, second), or a tie.
+    Raises UserError for neither."""
     if parse == "verdict":
         return verdict
     last = _last(parse, "expected `verdict`, or a regular expression with one group around 1, 2, A, B or tie")
@@ -247,8 +250,10 @@ def level(text: str) -> float | None:
 def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float | None:
     """Mean of the levels under their probabilities, normalised over the five (DeQA-Score, 2501.11561; Q-Align,
     2312.17090), at the first token that names one; None if there is none.
+
     tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a missing level counts
-    as improbable. A token may be a level's beginning of two letters or more."""
+    as improbable. A token may be a level's beginning of two letters or more.
+    """
     for token, alternatives in tokens:
         if _begins(token) is None:
             continue

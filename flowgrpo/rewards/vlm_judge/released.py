@@ -1,5 +1,6 @@
 """Released judges behind an endpoint: UnifiedReward (2503.05236), which marks and compares images and videos, and
-DeQA-Score (2501.11561), the quality of an image."""
+DeQA-Score (2501.11561), the quality of an image.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class UnifiedRewardPairs(JudgePairs):
     """UnifiedReward's choice between two images or videos, as win rates within a group (2503.05236).
 
     Two images stand before the question, as in the release. Two videos are sent as their frames, each after a label.
-    template: another question, or its file, PATH.txt, for images and videos. Other fields: see `JudgePairs`."""
+    template: another question, or its file, PATH.txt, for images and videos. Other fields: see `JudgePairs`.
+    """
 
     template: str = ""
     max_tokens: int | None = 4096

@@ -30,6 +30,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.rewards import compose
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.starter import lattice, scenes
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
 from flowgrpo.training.sampling import Scorer
@@ -136,13 +137,8 @@ def test_the_loss_is_the_cross_entropy_of_the_right_answers():
     whole = trainer("unirl_sft", {"images": 2.0})
     ids = torch.stack([each.content for each in examples])
     own = whole.policy.log_probs(whole.rollouts.conditioning(ASKED), torch.arange(3), ids,
-                                 torch.ones_like(ids, dtype=torch.bool), answer_losses_decoding()).logp
+                                 torch.ones_like(ids, dtype=torch.bool), Decoding()).logp
     torch.testing.assert_close(losses(whole, examples), -by_hand.mean() - 2 * own.mean(), rtol=1e-4, atol=1e-4)
-
-
-def answer_losses_decoding():
-    from flowgrpo.text.samplers.decoding import Decoding
-    return Decoding()
 
 
 def test_answers_are_sampled_alike_and_their_gradient_by_hand():
@@ -168,10 +164,10 @@ def test_the_weights_that_draw_are_those_that_answer():
         assert any(part in key for key in reached), part
     assert not any("generation_head" in key for key in reached)
     given = made.policy.encode(["1+1="])
-    before = made.policy.sample(given, answer_losses_decoding(), made.policy.generators([1]), torch.tensor([False]))
+    before = made.policy.sample(given, Decoding(), made.policy.generators([1]), torch.tensor([False]))
     made.optimization.optimizer.step()
     with torch.no_grad():
-        after = made.policy.log_probs(given, torch.tensor([0]), before.ids, before.mask, answer_losses_decoding())
+        after = made.policy.log_probs(given, torch.tensor([0]), before.ids, before.mask, Decoding())
     assert (after.logp - before.logp).abs().max() > 1e-5
     assert reader_of(made.policy, 2) is loop.term(made).loss.reader
 

@@ -23,6 +23,7 @@ from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
+from tests.helpers.tiny_runs import assert_same_weights
 
 
 class Scripted(LiveBallot):
@@ -83,8 +84,7 @@ def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path)
     assert sat(whole, 10) == 4
     assert sat(parted, 1) == 0 and sat(parted, 5, resume=True) == 2 and sat(parted, 10, resume=True) == 4
     assert (whole.folder / VOTES).read_text() == (parted.folder / VOTES).read_text()
-    one, other = weights_of(whole), weights_of(parted)
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert_same_weights(weights_of(whole), weights_of(parted))
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     again = [json.loads(line) for line in (parted.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [line["loss"] for line in again] and len(lines) == 8
@@ -99,8 +99,7 @@ def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_
     short.folder.mkdir(parents=True)
     assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2, 1e-9), False) == 3
     assert sat(parted, 7, resume=True) == 3
-    one, other = weights_of(whole), weights_of(parted)
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert_same_weights(weights_of(whole), weights_of(parted))
 
 
 def on(config) -> None:
@@ -132,8 +131,7 @@ def test_a_kill_loses_the_click_in_hand_alone(model, tmp_path):
     process = Forked(on, parted)
     assert process.wait() == 0, process.streams()
     assert (whole.folder / VOTES).read_text() == (parted.folder / VOTES).read_text()
-    one, other = weights_of(whole), weights_of(parted)
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert_same_weights(weights_of(whole), weights_of(parted))
 
 
 def test_images_beyond_the_limits_bring_the_last_good_weights_back(model, tmp_path):

@@ -44,16 +44,14 @@ def test_another_kernel_is_that_of_the_denoiser_alone():
     assert _AttentionBackendRegistry._active_backend == before
 
 
-def test_a_denoiser_that_calls_torchs_attention_itself_takes_no_other():
-    tiny.policy(tiny.sd3(), memory=Memory(attention="native"))
-    with pytest.raises(UserError, match="memory.attention is 'cudnn', but the attention of SD3Transformer2DModel calls "
-                       "torch's scaled_dot_product_attention itself: use auto"):
-        tiny.policy(tiny.sd3(), memory=Memory(attention="cudnn"))
-
-
-def test_a_kernel_that_diffusers_refuses_is_told():
-    with pytest.raises(UserError, match="memory.attention is 'flash', which diffusers refuses .*flash-attn"):
-        tiny.policy(tiny.flux(), memory=Memory(attention="flash"))
+@pytest.mark.parametrize("pipe, kernel, told", [
+    (tiny.sd3, "cudnn", "'cudnn', but the attention of SD3Transformer2DModel calls torch's "
+                        "scaled_dot_product_attention itself: use auto"),
+    (tiny.flux, "flash", "'flash', which diffusers refuses .*flash-attn")])
+def test_a_kernel_that_a_denoiser_or_diffusers_does_not_take_is_told(pipe, kernel, told):
+    tiny.policy(pipe(), memory=Memory(attention="native"))
+    with pytest.raises(UserError, match=f"memory.attention is {told}"):
+        tiny.policy(pipe(), memory=Memory(attention=kernel))
 
 
 @pytest.mark.parametrize("name, capability, precision, refusal", [

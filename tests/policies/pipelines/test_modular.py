@@ -9,10 +9,9 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import modular
-from flowgrpo.policies.pipelines.frames import is_video
+from flowgrpo.policies.pipelines.frames import call_parameters, is_video
 from flowgrpo.policies.pipelines.load import load_pipeline, modality_ahead, skeleton
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.prompt_inputs import call_parameters
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny

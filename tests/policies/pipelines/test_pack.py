@@ -28,6 +28,13 @@ EVERY = (0, 1, 2, 3, 4)
 TREE = Schedule(EVERY, EVERY, children=(2, 1, 2, 1, 1))  # 1, 2, 2, 4 and 4 states of a prompt
 
 
+def grown(policy, micro_batch: int = 24, **options):
+    """Three prompts' trees in one part, or the first of several, and their conditioning."""
+    conditioning = policy.encode(["red", "blue", "green"])
+    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, **options)
+    return next(explore(policy, conditioning, [plan], micro_batch, seeder(0, 0))), conditioning
+
+
 def policy_of(name: str, guidance: float = 1.0, **options):
     return tiny.stir(tiny.policy(PIPELINES[name](), guidance=guidance, **options))
 
@@ -52,11 +59,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def tree(policy):
-    """Three prompts' trees in one part, and their conditioning."""
-    conditioning = policy.encode(["red", "blue", "green"])
-    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, keep_means=True)
-    [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
-    return part, conditioning
+    return grown(policy, keep_means=True)
 
 
 # --- which pipelines -------------------------------------------------------------------------------------------------
@@ -140,10 +143,8 @@ def test_gradients_go_with_the_options_that_save_memory(options):
     found = []
     for pack, own in ((False, {}), (True, options)):
         policy = policy_of("sd3", **own)
-        conditioning = policy.encode(["red", "blue", "green"])
+        part, conditioning = grown(policy)
         assert policy.vector(conditioning)
-        plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
-        [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
         for k, rows, new in replay(policy, conditioning, part, 10, pack):
             (new.logp.sum() * (k + 1) / 39).backward()
         found.append(torch.cat([p.grad.flatten() for p in policy.weights.parameters()]))
@@ -226,10 +227,8 @@ def test_scores_that_are_not_followed_leave_no_gradient(policy, tree):
 
 def test_in_half_precision_scores_are_the_same_once_they_are_computed_in_the_same_batches():
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
-    conditioning = policy.encode(["red", "blue", "green"])
+    part, conditioning = grown(policy, 4)  # 1 state at its first step, in a batch alone
     assert policy.vector(conditioning)
-    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
-    part = next(explore(policy, conditioning, [plan], 4, seeder(0, 0)))  # 1 state at its first step, in a batch alone
     def largest(part) -> float:
         with torch.no_grad():
             return max((new.logp - part.transitions[k].old.logp[rows]).abs().max().item()

@@ -166,13 +166,9 @@ def test_rows_of_other_scales_are_calls_of_their_own(files):
 
 def test_a_control_net_keeps_no_answers_and_no_gradients():
     """Its input is the state, so that its answers are never the same; they would only fill the memory."""
-    live = PipelinePolicy(*_pipe_and_adapter("StableDiffusionControlNetPipeline"))
+    live = PipelinePolicy(tiny.make("StableDiffusionControlNetPipeline")[0], Adapter(rank=2))
     assert set(live.driver._memo.modules) == {"vae", "text_encoder"} and set(live.denoisers) == {"unet"}
     assert not any(parameter.requires_grad for parameter in live.pipe.controlnet.parameters())
-
-
-def _pipe_and_adapter(name):
-    return tiny.make(name)[0], Adapter(rank=2)
 
 
 def test_every_prompt_sees_the_image_of_its_ip_adapter(files):

@@ -18,6 +18,7 @@ from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.unets import sdxl
 from tests.helpers import loop, tiny
+from tests.helpers.refusals import message
 
 OTHER = 7  # seed of weights that differ from a tiny model's usual ones
 # Names of a U-Net in checkpoints of Stable Diffusion.
@@ -92,13 +93,6 @@ def test_a_run_with_a_file_is_drawn_with_that_file(tmp_path):
     loaded = loading.make_pipeline(str(folder), "fp32", files=loading.files_of(config, str(folder)))
     assert same(loaded.transformer, tiny.sd3(OTHER).transformer)
     assert loading.files_of(config, "another/model") == loading.files_of(None, "x") == Load()
-
-
-def message(call, *arguments, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_files_that_do_not_fit_are_told(tmp_path, monkeypatch):

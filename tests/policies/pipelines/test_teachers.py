@@ -18,7 +18,7 @@ from flowgrpo.training.kl_reference import join_rows
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Scored
 from tests.helpers import loop, tiny
-from tests.helpers.tiny_runs import next_epochs
+from tests.helpers.tiny_runs import assert_same_weights, next_epochs
 
 PROMPTS = [Prompt("red", metadata={"task": "a"}), Prompt("a cat", metadata={"task": "b"})]
 
@@ -90,8 +90,7 @@ def test_a_resumed_run_has_its_teachers(models, tmp_path):
     assert len(other.kl_reference.snapshots) == 2
     next_epochs(one, 1)
     next_epochs(other, 1)
-    for key, value in one.policy.weights.snapshot().items():
-        assert torch.equal(value, other.policy.weights.snapshot()[key])
+    assert_same_weights(one, other)
 
 
 def test_rows_of_two_scores_are_joined():
