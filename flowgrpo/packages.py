@@ -71,13 +71,17 @@ def require_versions() -> None:
     """Raise UserError if a required package is older or newer than flowgrpo declares, with the command that mends it.
     Reads the records of installed packages and imports none. A source tree that is not installed has no record."""
     from packaging.requirements import Requirement
+    from packaging.version import Version
 
     wrong = []
     for need in map(Requirement, _requirements("flowgrpo")):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
         found = version(need.name)
-        if found != "unknown" and not _fits(need, found):
+        if found == "unknown":
+            continue
+        release = Version(Version(found).base_version)  # as which a vendor's build such as 2.9.0a0+ab12 counts
+        if not need.specifier.contains(release, prereleases=True):
             wrong.append((need, found))
     if wrong:
         have = ", ".join(f"{need.name} {found}" for need, found in wrong)
@@ -102,7 +106,10 @@ def import_failure(error: BaseException) -> str | None:
 
 def _mismatch(error: BaseException, name: str) -> str:
     """Line about the distribution `name`, which cannot be imported."""
-    other = _lacking(error)
+    lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        lacking = error.obj.__name__
+    other = _distribution(lacking.partition(".")[0]) if lacking else None
     if other is not None and version(other) == "unknown":
         return f"{name} {version(name)} lacks {other} ({_line(error)}): pip install {other}"
     beside = f" with {other} {version(other)}" if other and other != name else ""
@@ -131,13 +138,6 @@ def _importing(error: BaseException) -> str | None:
     return None if owner is None else _distribution(owner)
 
 
-def _lacking(error: BaseException) -> str | None:
-    name = getattr(error, "name", None) if isinstance(error, ImportError) else None
-    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-        name = error.obj.__name__
-    return _distribution(name.partition(".")[0]) if name else None
-
-
 def _requirements(package: str) -> list[str]:
     try:
         return metadata.requires(package) or []
@@ -154,15 +154,12 @@ def _optional() -> set[str]:
         str(canonicalize_name(need.name)) for need in needs if not need.marker}
 
 
-def _fits(need: object, found: str) -> bool:
-    """True if a version fits; a vendor's build such as 2.9.0a0+ab12 counts as its release."""
-    from packaging.version import Version
-
-    return need.specifier.contains(Version(Version(found).base_version), prereleases=True)  # type: ignore[attr-defined]
-
-
 def _distribution(module: str) -> str:
     return next(iter(metadata.packages_distributions().get(module, ())), module)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -171,7 +168,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

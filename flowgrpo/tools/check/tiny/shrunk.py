@@ -69,17 +69,14 @@ def _scheduler(kind: str, **options: Any) -> Callable[[Parts], Parts]:
     return build
 
 
-def _reader(layers: int = 2) -> Callable[[Parts], Parts]:
-    """A Qwen3-VL and its processor."""
-    def build(parts: Parts) -> Parts:
-        processor = newest.vision_processor()
-        return {"processor": processor, "tokenizer": processor.tokenizer,
-                "text_encoder": qwen3_vl(processor.tokenizer, layers=layers)}
-    return build
-
-
 def _video_vae(parts: Parts) -> Parts:
     return {"vae": videos.FACTORIES["HunyuanVideoPipeline"](0)[0].vae}
+
+
+def _dream(parts: Parts) -> Parts:
+    processor = newest.vision_processor()
+    return {"processor": processor, "tokenizer": processor.tokenizer, "text_encoder": qwen3_vl(processor.tokenizer),
+            "vae": autoencoder(), "scheduler": shifted_scheduler()}
 
 
 def _deepfloyd(parts: Parts) -> Parts:
@@ -119,10 +116,6 @@ def _easy(parts: Parts) -> Parts:
     return {"vae": diffusers.AutoencoderKLMagvit(
                 latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
             "text_encoder": language_model(tokens), "tokenizer": tokens, "scheduler": shifted_scheduler()}
-
-
-def _dream(parts: Parts) -> Parts:
-    return _reader()(parts) | {"vae": autoencoder(), "scheduler": shifted_scheduler()}
 
 
 def _kandinsky3(parts: Parts) -> Parts:
