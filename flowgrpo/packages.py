@@ -71,17 +71,13 @@ def require_versions() -> None:
     """Raise UserError if a required package is older or newer than flowgrpo declares, with the command that mends it.
     Reads the records of installed packages and imports none. A source tree that is not installed has no record."""
     from packaging.requirements import Requirement
-    from packaging.version import Version
 
     wrong = []
     for need in map(Requirement, _requirements("flowgrpo")):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
         found = version(need.name)
-        if found == "unknown":
-            continue
-        release = Version(Version(found).base_version)  # as which a vendor's build such as 2.9.0a0+ab12 counts
-        if not need.specifier.contains(release, prereleases=True):
+        if found != "unknown" and not _fits(need, found):
             wrong.append((need, found))
     if wrong:
         have = ", ".join(f"{need.name} {found}" for need, found in wrong)
@@ -152,6 +148,13 @@ def _optional() -> set[str]:
     needs = [need for need in map(Requirement, _requirements("flowgrpo")) if need.name != "flowgrpo"]
     return {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)} - {
         str(canonicalize_name(need.name)) for need in needs if not need.marker}
+
+
+def _fits(need: object, found: str) -> bool:
+    """True if a version fits; a vendor's build such as 2.9.0a0+ab12 counts as its release."""
+    from packaging.version import Version
+
+    return need.specifier.contains(Version(Version(found).base_version), prereleases=True)  # type: ignore[attr-defined]
 
 
 def _distribution(module: str) -> str:
