@@ -102,7 +102,10 @@ def import_failure(error: BaseException) -> str | None:
 
 def _mismatch(error: BaseException, name: str) -> str:
     """Line about the distribution `name`, which cannot be imported."""
-    other = _lacking(error)
+    lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        lacking = error.obj.__name__
+    other = _distribution(lacking.partition(".")[0]) if lacking else None
     if other is not None and version(other) == "unknown":
         return f"{name} {version(name)} lacks {other} ({_line(error)}): pip install {other}"
     beside = f" with {other} {version(other)}" if other and other != name else ""
@@ -129,13 +132,6 @@ def _importing(error: BaseException) -> str | None:
             owner = parts[at + 1].removesuffix(".py")
         step = step.tb_next
     return None if owner is None else _distribution(owner)
-
-
-def _lacking(error: BaseException) -> str | None:
-    name = getattr(error, "name", None) if isinstance(error, ImportError) else None
-    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-        name = error.obj.__name__
-    return _distribution(name.partition(".")[0]) if name else None
 
 
 def _requirements(package: str) -> list[str]:
@@ -165,13 +161,13 @@ def _distribution(module: str) -> str:
     return next(iter(metadata.packages_distributions().get(module, ())), module)
 
 
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, its cause or context, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -1,6 +1,5 @@
 """The hub where nothing answers: one line at once, or the cache."""
 
-import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -15,6 +14,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.text.policies.masked_lm import load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from tests.helpers.refusals import error_line, message
+from tests.helpers.servers import running
 
 
 @pytest.fixture
@@ -70,13 +70,8 @@ def test_any_answer_is_one(monkeypatch):
             """Print nothing."""
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # an earlier test may have found no hub
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with running(HTTPServer(("127.0.0.1", 0), Refusing)) as server:
         assert hub.answers(f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_nothing_is_asked_for_a_model_that_is_here(silent, tmp_path):

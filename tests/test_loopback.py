@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from flowgrpo import loopback
+from tests.helpers.servers import running
 
 
 class Echo(loopback.Handler):
@@ -21,14 +22,8 @@ class Echo(loopback.Handler):
 @contextmanager
 def echoing(seconds: float = 30.0):
     """A server whose requests have to arrive within so many seconds; yields its port."""
-    with loopback.listen(type("Short", (Echo,), {"timeout": seconds}), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(loopback.listen(type("Short", (Echo,), {"timeout": seconds}), 0)) as server:
+        yield server.server_port
 
 
 def answered(port: int, sent: bytes, drip: bytes = b"") -> bytes:
@@ -91,18 +86,13 @@ def test_a_foreign_page_is_refused():
 def test_a_client_that_resets_while_an_error_page_is_written_prints_nothing(capfd):
     """The request line is too long for the standard library, which answers 414 by itself."""
     with echoing() as port:
-        for _ in range(5):
+        headers = b"".join(b"X-%d: 1\r\n" % i for i in range(200))
+        for sent in [b"GET /" + b"a" * 200_000] * 5 + [b"GET / HTTP/1.1\r\n" + headers] * 5:
             connection = socket.create_connection(("127.0.0.1", port), timeout=60)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with suppress(ConnectionError):
-                connection.sendall(b"GET /" + b"a" * 200_000)
+                connection.sendall(sent)
             connection.close()  # a reset, as of the lingering
-        for _ in range(5):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            with suppress(ConnectionError):
-                connection.sendall(b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(200)))
-            connection.close()
         assert b"200 OK" in answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert capfd.readouterr().err == ""
 
@@ -115,12 +105,8 @@ class Gone(Echo):
 
 
 def test_an_error_page_for_nobody_prints_nothing(capfd):
-    with loopback.listen(Gone, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(loopback.listen(Gone, 0)) as server:
         assert answered(server.server_port, b"BREW / HTTP/1.1\r\n\r\n") == b""
-        server.shutdown()
-        thread.join()
     assert capfd.readouterr().err == ""
 
 

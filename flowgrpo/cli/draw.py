@@ -77,7 +77,11 @@ def sample(
     opening(context, trust_run, scorer)
     weight = one_weight(rlg)
     _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
-    model, weights = _source(local_source(model), local_lora(lora), epoch, weight)
+    from flowgrpo.policies import checkpoints
+
+    model, weights = checkpoints.source(local_source(model), local_lora(lora), epoch)
+    if weight is not None and weights is None:
+        raise UserError("--rlg: weights the change that a LoRA makes: give --lora")
     rewriter = enhancer and local_source(enhancer)
     drawn: dict[str, Any] = {"count": count, "seed": seed, "precision": precision, "best_of": best_of, "by": scorer}
     if prompts is not None:
@@ -141,16 +145,6 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
     if not all(text.strip() for text in prompt or ()):
         raise UserError("--prompt: expected a text, got an empty one")
-
-
-def _source(model: str, lora: str | None, epoch: int | None, weight: float | None) -> tuple[str, Path | None]:
-    """(model, weights or None). Raises UserError for a weight of RLG without weights."""
-    from flowgrpo.policies import checkpoints
-
-    model, weights = checkpoints.source(model, lora, epoch)
-    if weight is not None and weights is None:
-        raise UserError("--rlg: weights the change that a LoRA makes: give --lora")
-    return model, weights
 
 
 def _writes(model: str, run: Path | None = None, weight: float | None = None) -> bool:

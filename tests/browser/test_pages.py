@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from flowgrpo.tools.vote.ballot import Ballot
 from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.tools.vote.sources import pairs
 from tests.browser.opened import DESK, PHONE, opened, overflow
+from tests.helpers.servers import running
 from tests.tools.vote.test_live import never, questions
 from tests.tools.vote.test_vote import folders
 
@@ -58,29 +58,23 @@ def test_a_grid_shows_its_images_and_fits_the_screen(browser, address, size, sch
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_keys_vote_and_the_last_page_sums_up(browser, size, tmp_path):
     ballot = Ballot(*pairs(folders(tmp_path, 3)), tmp_path / "pairs.jsonl", 0)
-    with server.server(ballot, 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            with opened(browser, server.address(serving), size) as page:
-                expect(page.locator("#progress")).to_contain_text("0 of 3")
-                assert overflow(page) <= 0 and page.locator("#prompt").inner_text().startswith("prompt ")
-                first = page.locator("#prompt").inner_text()
-                page.keyboard.press("ArrowLeft")
-                expect(page.locator("#prompt")).not_to_have_text(first)
-                page.keyboard.press("u")
-                expect(page.locator("#prompt")).to_have_text(first)
-                seen = first
-                for key in ("ArrowLeft", "ArrowRight"):
-                    page.keyboard.press(key)
-                    expect(page.locator("#prompt")).not_to_have_text(seen)
-                    seen = page.locator("#prompt").inner_text()
-                page.keyboard.press("t")
-                expect(page.locator("#summary")).to_contain_text("all prompts")
-                assert overflow(page) <= 0
-        finally:
-            serving.shutdown()
-            thread.join()
+    with running(server.server(ballot, 0)) as serving:
+        with opened(browser, server.address(serving), size) as page:
+            expect(page.locator("#progress")).to_contain_text("0 of 3")
+            assert overflow(page) <= 0 and page.locator("#prompt").inner_text().startswith("prompt ")
+            first = page.locator("#prompt").inner_text()
+            page.keyboard.press("ArrowLeft")
+            expect(page.locator("#prompt")).not_to_have_text(first)
+            page.keyboard.press("u")
+            expect(page.locator("#prompt")).to_have_text(first)
+            seen = first
+            for key in ("ArrowLeft", "ArrowRight"):
+                page.keyboard.press(key)
+                expect(page.locator("#prompt")).not_to_have_text(seen)
+                seen = page.locator("#prompt").inner_text()
+            page.keyboard.press("t")
+            expect(page.locator("#summary")).to_contain_text("all prompts")
+            assert overflow(page) <= 0
     written = [json.loads(line) for line in ballot.output.read_text().splitlines()]
     assert [row.get("aspects") for row in written].count({"overall": "tie"}) == 1 and len(written) == 3
 
@@ -89,48 +83,42 @@ def test_keys_vote_and_the_last_page_sums_up(browser, size, tmp_path):
 def test_keys_vote_and_new_images_come_while_it_serves(browser, size, tmp_path):
     live = LiveBallot(VoteLog(tmp_path / "votes.jsonl"), seconds=600)
     live.ask(questions(tmp_path, 0, 4))
-    with server.server(live, 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            with opened(browser, server.address(serving), size) as page:
-                prompt, sides = page.locator("#prompt"), page.locator(".side img")
-                expect(prompt).to_have_text("prompt 0 0")
-                expect(sides).to_have_count(4)
-                assert overflow(page) <= 0 and page.evaluate("document.body.scrollHeight - innerHeight") <= 0
-                page.keyboard.press("3")
-                expect(prompt).to_have_text("prompt 0 1")
-                page.keyboard.press("u")
-                expect(prompt).to_have_text("prompt 0 0")
-                for key, then in (("4", "prompt 0 1"), ("0", "prompt 0 2")):
-                    page.keyboard.press(key)
-                    expect(prompt).to_have_text(then)
-                page.keyboard.press("p")
-                expect(sides).to_have_count(2)
-                page.keyboard.press("4")  # not shown
-                page.keyboard.press("2")
-                expect(prompt).to_have_text("prompt 0 3")
-                page.keyboard.press("s")
-                expect(prompt).to_have_text("The next images are being generated")
-                votes = live.wait(0, never)
-                assert [len(votes[place].shown) for place in range(4)] == [4, 4, 2, 2]
-                assert [votes[place].choice for place in range(4)] == [votes[0].shown[3], TIE, votes[2].shown[1], SKIP]
-                live.tell(updates=1, foretold={"right": 2, "of": 3})
-                live.ask(questions(tmp_path, 1, 1, check=True) + questions(tmp_path, 1, 1))
-                expect(prompt).to_have_text("prompt 1 0")
-                expect(page.locator("#facts")).to_contain_text("2 of the last 3 clicks were predicted")
-                page.keyboard.press("1")
-                expect(page.locator("#facts")).to_contain_text("against the base: ")
-                assert overflow(page) <= 0
-                for _ in range(20):
-                    page.keyboard.press("Tab")
-                    if page.evaluate("document.activeElement.id") == "finish":
-                        break
-                page.keyboard.press("Enter")
-                expect(prompt).to_contain_text("The session has ended")
-        finally:
-            serving.shutdown()
-            thread.join()
+    with running(server.server(live, 0)) as serving:
+        with opened(browser, server.address(serving), size) as page:
+            prompt, sides = page.locator("#prompt"), page.locator(".side img")
+            expect(prompt).to_have_text("prompt 0 0")
+            expect(sides).to_have_count(4)
+            assert overflow(page) <= 0 and page.evaluate("document.body.scrollHeight - innerHeight") <= 0
+            page.keyboard.press("3")
+            expect(prompt).to_have_text("prompt 0 1")
+            page.keyboard.press("u")
+            expect(prompt).to_have_text("prompt 0 0")
+            for key, then in (("4", "prompt 0 1"), ("0", "prompt 0 2")):
+                page.keyboard.press(key)
+                expect(prompt).to_have_text(then)
+            page.keyboard.press("p")
+            expect(sides).to_have_count(2)
+            page.keyboard.press("4")  # not shown
+            page.keyboard.press("2")
+            expect(prompt).to_have_text("prompt 0 3")
+            page.keyboard.press("s")
+            expect(prompt).to_have_text("The next images are being generated")
+            votes = live.wait(0, never)
+            assert [len(votes[place].shown) for place in range(4)] == [4, 4, 2, 2]
+            assert [votes[place].choice for place in range(4)] == [votes[0].shown[3], TIE, votes[2].shown[1], SKIP]
+            live.tell(updates=1, foretold={"right": 2, "of": 3})
+            live.ask(questions(tmp_path, 1, 1, check=True) + questions(tmp_path, 1, 1))
+            expect(prompt).to_have_text("prompt 1 0")
+            expect(page.locator("#facts")).to_contain_text("2 of the last 3 clicks were predicted")
+            page.keyboard.press("1")
+            expect(page.locator("#facts")).to_contain_text("against the base: ")
+            assert overflow(page) <= 0
+            for _ in range(20):
+                page.keyboard.press("Tab")
+                if page.evaluate("document.activeElement.id") == "finish":
+                    break
+            page.keyboard.press("Enter")
+            expect(prompt).to_contain_text("The session has ended")
     assert live.is_finished and list(live.log.votes) == ["0.q0", "0.q1", "0.q2", "0.q3", "1.c0"]
 
 
@@ -138,35 +126,29 @@ def test_quick_keys_wait_for_the_images_of_their_question(browser, tmp_path):
     """Keys that are pressed at once vote on one question after the other, each once its images are there."""
     live = LiveBallot(VoteLog(tmp_path / "votes.jsonl"), seconds=600)
     live.ask(questions(tmp_path, 0, 3))
-    with server.server(live, 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            with opened(browser, server.address(serving), DESK) as page:
-                prompt = page.locator("#prompt")
-                expect(prompt).to_have_text("prompt 0 0")
-                held: list = []
-                page.route("**/0.q1/*", held.append)  # its images are late
-                page.evaluate("""() => { for (const key of ["1", "2", "4", "3", "1"])
-                    dispatchEvent(new KeyboardEvent("keydown", {key})); }""")
-                expect(prompt).to_have_text("prompt 0 1")
-                page.wait_for_timeout(300)
-                assert list(live.log.votes) == ["0.q0"]
-                page.unroute("**/0.q1/*")
-                for route in held:
-                    route.continue_()
-                expect(prompt).to_have_text("The next images are being generated")
-                shown = [live.log.votes[f"0.q{number}"] for number in range(3)]
-                assert [vote.shown.index(vote.choice) for vote in shown] == [0, 1, 3]
-                live.ask(questions(tmp_path, 1, 2))  # keys without a question are gone
-                expect(prompt).to_have_text("prompt 1 0")
-                page.locator(".side").nth(2).focus()
-                page.keyboard.press("Enter")
-                expect(prompt).to_have_text("prompt 1 1")
-                assert page.evaluate("[...document.querySelectorAll('.side')].indexOf(document.activeElement)") == 2
-        finally:
-            serving.shutdown()
-            thread.join()
+    with running(server.server(live, 0)) as serving:
+        with opened(browser, server.address(serving), DESK) as page:
+            prompt = page.locator("#prompt")
+            expect(prompt).to_have_text("prompt 0 0")
+            held: list = []
+            page.route("**/0.q1/*", held.append)  # its images are late
+            page.evaluate("""() => { for (const key of ["1", "2", "4", "3", "1"])
+                dispatchEvent(new KeyboardEvent("keydown", {key})); }""")
+            expect(prompt).to_have_text("prompt 0 1")
+            page.wait_for_timeout(300)
+            assert list(live.log.votes) == ["0.q0"]
+            page.unroute("**/0.q1/*")
+            for route in held:
+                route.continue_()
+            expect(prompt).to_have_text("The next images are being generated")
+            shown = [live.log.votes[f"0.q{number}"] for number in range(3)]
+            assert [vote.shown.index(vote.choice) for vote in shown] == [0, 1, 3]
+            live.ask(questions(tmp_path, 1, 2))  # keys without a question are gone
+            expect(prompt).to_have_text("prompt 1 0")
+            page.locator(".side").nth(2).focus()
+            page.keyboard.press("Enter")
+            expect(prompt).to_have_text("prompt 1 1")
+            assert page.evaluate("[...document.querySelectorAll('.side')].indexOf(document.activeElement)") == 2
 
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,6 @@
 """The report in a headless Chromium."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.report.report import server
 from tests.browser.opened import DESK, PHONE, opened, overflow
 from tests.evaluation.report.test_report import EVIL, Measured, make_run, measured
+from tests.helpers.servers import running
 
 GREYS = (0.1, 0.4, 0.7, 1.0)
 
@@ -167,20 +167,14 @@ def test_sources_and_outputs_are_seen_whole(browser, sourced, size):
 
 def test_live_it_follows_without_losing_its_place(browser, tmp_path):
     run = make_run(tmp_path / "run", finished=False)
-    with server(run, 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            with opened(browser, f"http://127.0.0.1:{serving.server_port}/", DESK) as page:
-                page.locator("#stage").press("Home")
-                snapshots.stage(run, "after", 4, measured(1.0, 1.0))
-                expect(page.locator("#stage")).to_have_attribute("max", "3", timeout=30_000)
-                assert page.locator("#stage-name").inner_text() == "before training"
-                page.locator("#stage").press("End")
-                assert page.locator("#stage-name").inner_text() == "after training"
-        finally:
-            serving.shutdown()
-            thread.join()
+    with running(server(run, 0)) as serving:
+        with opened(browser, f"http://127.0.0.1:{serving.server_port}/", DESK) as page:
+            page.locator("#stage").press("Home")
+            snapshots.stage(run, "after", 4, measured(1.0, 1.0))
+            expect(page.locator("#stage")).to_have_attribute("max", "3", timeout=30_000)
+            assert page.locator("#stage-name").inner_text() == "before training"
+            page.locator("#stage").press("End")
+            assert page.locator("#stage-name").inner_text() == "after training"
 
 
 def test_a_script_that_got_into_the_file_is_not_run(browser, run, tmp_path):

@@ -1,10 +1,10 @@
 """Opening a run executes nothing that its folder names; the command line, or --trust-run, names what is executed."""
 
 import base64
+import contextlib
 import io
 import json
 import shutil
-import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from flowgrpo.serving import client
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
 from tests.helpers.refusals import message
+from tests.helpers.servers import running
 
 EVIL = """
 from pathlib import Path
@@ -264,7 +265,6 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="copy it below the working folder"):
         (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"e": HTTP}))
         parse_rewards(str(tmp_path / "rules.yaml"))
-
 
 
 @pytest.mark.parametrize("tagged", ["reward: !!binary {}", "reward: {{e: {{use: !!binary {}}}}}",
@@ -544,23 +544,17 @@ def test_no_redirect_takes_a_key_along(status, monkeypatch, tmp_path):
     (tmp_path / "token").write_text("k3y")
     monkeypatch.setenv("BRAND_KEY", "k3y")
     kinds = [type("Kind", (Recording,), {"came": []}) for _ in range(2)]
-    servers = [HTTPServer(("127.0.0.1", 0), kind) for kind in kinds]
-    first, second = (f"http://127.0.0.1:{server.server_port}/{status}" for server in servers)
-    kinds[0].away = f"{second}/else"
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
     image, once = torch.zeros(1, 3, 8, 8), {"key_env": "BRAND_KEY", "retries": 0, "timeout": 5}
-    try:
+    with contextlib.ExitStack() as stack:
+        first, second = (f"http://127.0.0.1:{stack.enter_context(running(server)).server_port}/{status}"
+                         for server in [HTTPServer(("127.0.0.1", 0), kind) for kind in kinds])
+        kinds[0].away = f"{second}/else"
         for ask in (lambda: json_api.Http(url=first, **once)(image, ["x"], [{}]),
                     lambda: Judge(url=first, model="m", **once)(image, ["x"], [{}]),
                     lambda: client.Remote(first, token_file=str(tmp_path / "token"), retries=0),
                     lambda: Remote(first)(image), lambda: Engine(first, retries=0).info()):
             with pytest.raises((UserError, RuntimeError)):
                 ask()
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
     assert kinds[0].came.count("Bearer k3y") >= 3 and kinds[1].came == []
 
 

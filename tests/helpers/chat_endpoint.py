@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 from PIL import Image
 
+from tests.helpers.servers import running
+
 QUICK = {"model": "m", "wait": 0.001, "retries": 2, "timeout": 20}
 ONE = torch.zeros(1, 3, 4, 4)
 
@@ -66,14 +68,8 @@ def endpoint(reply):
     server.models = (200, {}, {"data": [{"id": "only-one", "owned_by": "vllm"}]})
     server.seen, server.lock, server.daemon_threads = [], threading.Lock(), True
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with running(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextlib.contextmanager

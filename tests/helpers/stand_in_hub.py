@@ -6,11 +6,12 @@ import base64
 import contextlib
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.helpers.servers import running
 
 SHA = "a" * 40
 
@@ -136,10 +137,5 @@ class Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def served() -> Iterator[Hub]:
     """Context manager: a hub that answers until its end."""
-    hub = Hub()
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    try:
+    with running(Hub()) as hub:
         yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()

@@ -279,15 +279,12 @@ class Plan:
 
     def _hash(self, config: Config) -> str:
         apart = {"name", "output", "prompts", "held_out"}  # places
+        named = json.dumps([config.method, config.parts, config.model_dump(mode="json")["reward"]])
+        files = map(Path, re.findall(r"[^\s+'\"]+?\.py(?=:)", named))
         said = [__version__, config.model_dump(mode="json", exclude=apart), Path(str(config.held_out)).stem,
                 [prompt.key for side in self.sides.values() for prompt in side],
-                [_digest(Path(file)) for file in re.findall(r"[^\s+'\"]+?\.py(?=:)", json.dumps(
-                    [config.method, config.parts, config.model_dump(mode="json")["reward"]]))]]
+                [hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "" for file in files]]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def settings(request: Request) -> dict[str, Any]:

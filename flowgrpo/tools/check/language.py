@@ -49,7 +49,13 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model)
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
-    loaded = _load(model, config)
+    if not isinstance(model, str):
+        loaded = model
+    elif not tiny.is_language_model(model) or Path(model).exists():
+        loaded = kinds.load(config)
+    else:
+        network, reader = tiny.make_language_model(model)
+        loaded = network.to(DTYPES[config.precision]), reader  # type: ignore[arg-type]  # its decorator has no types
     kind = build.kind(config, loaded)
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
                "weights": memory.weights_gib(loaded)}
@@ -83,15 +89,6 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     result |= reward_memory.memory_entries(recipe, config, policy.device, lambda held: text_memory.memory(
         policy, config, conditioning, held))
-
-
-def _load(model: str | tuple[Any, Any], config: Config) -> tuple:
-    if not isinstance(model, str):
-        return model
-    if not tiny.is_language_model(model) or Path(model).exists():
-        return kinds.load(config)
-    network, reader = tiny.make_language_model(model)
-    return network.to(DTYPES[config.precision]), reader  # type: ignore[arg-type]  # its decorator has no types
 
 
 def _brief(config: Config) -> Config:

@@ -119,7 +119,9 @@ def extras(config: Config) -> list[str]:
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
     for label, rule in (config.trained | config.extra_rewards).items():
-        named += [about.needs or "" for about in _facts(label, rule)]
+        made = _build_reward(label, rule)
+        parts = () if made is None else (made, *local_models(made))
+        named += [about.needs or "" for part in parts if isinstance(about := getattr(part, "about", None), About)]
     return sorted({extra.strip() for text in named for extra in text.split(",")} - {"", SERVER})
 
 
@@ -148,13 +150,6 @@ def _build_reward(label: str, rule: WatchRule) -> Any:
             return locate(name)
         except UserError:  # said by the run itself, with what is wrong
             return None
-
-
-def _facts(label: str, rule: WatchRule) -> Iterator[About]:
-    made = _build_reward(label, rule)
-    for part in (made, *([] if made is None else local_models(made))):
-        if isinstance(facts := getattr(part, "about", None), About):
-            yield facts
 
 
 def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, bool, float | None, str]]:

@@ -51,8 +51,11 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     pipe, call = loading.load(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.weights_gib(pipe.components.values()),
-               "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
-                                                                   config.load))}
+               "few_steps": None}
+    facts = few_steps.of_pipe(pipe, model if isinstance(model, str) else "", config.load)
+    if facts.why is not None:
+        fitting = few_steps.few_step_config(Config(), facts)
+        result["few_steps"] = f"{facts.why}; defaults: {few_steps.describe_changes(Config(), fitting)}"
     loading.refuse(type(pipe))
     replays.require_whole(pipe.components)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
@@ -111,13 +114,6 @@ def _prompt_inputs(policy: PipelinePolicy, recipe: Config | None) -> Any:
     for name in missing:
         policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))
     return None
-
-
-def _few_steps(facts: few_steps.Facts) -> str | None:
-    """Return why a pipeline is taken for one of few steps, with the defaults that fit it; None for another."""
-    if (why := facts.why) is None:
-        return None
-    return f"{why}; defaults: {few_steps.describe_changes(Config(), few_steps.few_step_config(Config(), facts))}"
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:

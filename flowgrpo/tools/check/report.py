@@ -65,7 +65,10 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     named = model if isinstance(model, str) else type(model[0]).__name__
     result: dict[str, Any] = {"model": named, "supported": False, "reason": None}
     fields: tuple[str, ...] = FIELDS
-    device = _device(device)
+    present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    if device and device not in present:
+        raise UserError(f"--device is {device!r}, but the check runs on {' or '.join(present)} here: take one of these")
+    device = device or present[0]
     try:
         with torch.random.fork_rng(), matmul_precision("fp32", device):
             # A language model: a loaded one, the name of a transformers class or family, a folder or a hub id.
@@ -114,11 +117,3 @@ def _notes(config: Config | None) -> list[str]:
     if config.load.lora or config.load.denoiser is not None:
         notes.append(f"the LoRA's base is {sources.base(config.model, config.load)}")
     return notes
-
-
-def _device(requested: str | None) -> str:
-    present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
-    if requested and requested not in present:
-        raise UserError(f"--device is {requested!r}, but the check runs on {' or '.join(present)} here: take one of "
-                        "these")
-    return requested or present[0]

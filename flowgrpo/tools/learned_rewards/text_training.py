@@ -186,7 +186,11 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
             raise UserError(f"the text {text.text[:40]!r} has the labels {', '.join(sorted(text.labels))}, expected "
                             f"{', '.join(aspects)}, as the others have")
     # Texts are encoded once: all heads of all categories read the same rows.
-    rows, held = _rows(texts, settings.encoder), _held_out_mask(texts, settings)
+    embed = SemanticSimilarity(settings.encoder).embed if settings.encoder else hash_words
+    rows = embed([text.text for text in texts])
+    if texts[0].rejected is not None:
+        rows = rows - embed([text.rejected or "" for text in texts])
+    held = _held_out_mask(texts, settings)
     heads, results = {}, []
     for category in sorted({text.category for text in texts}):
         inside = torch.tensor([text.category == category for text in texts])
@@ -204,12 +208,6 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
         {"category": category, "aspect": aspect, "measure": measure, "value": None if value != value else value,
          "texts": count} for category, aspect, measure, value, count in results]}).write(output)
     return results
-
-
-def _rows(texts: Sequence[LabelledText], encoder: str | None) -> Tensor:
-    embed = SemanticSimilarity(encoder).embed if encoder else hash_words
-    rows = embed([text.text for text in texts])
-    return rows - embed([text.rejected or "" for text in texts]) if texts[0].rejected is not None else rows
 
 
 def _held_out_mask(texts: Sequence[LabelledText], settings: Settings) -> Tensor:

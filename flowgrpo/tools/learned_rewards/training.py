@@ -178,9 +178,19 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
         if longer := sum(len(ids) > network.longest for ids in network.tokenizer(prompts).input_ids):
             tqdm.write(f"{longer} of {len(prompts)} prompts have more than the {network.longest} tokens that the text "
                        "encoder reads: what follows is not seen", file=sys.stderr)
-    sides = [(_rows(network, side, title), _verdicts(side, names)) for side, title in
-             ((trained, "reading pairs"), (held, "reading held-out pairs"))]
-    best = _fit(network, trained, (*sides[0], apart), sides[1], settings, device)
+    sides = [(_rows(network, side, title), torch.tensor([[pair.verdicts.get(name, math.nan) for name in names]
+                                                         for pair in side]))  # NaN where a pair has no verdict
+             for side, title in ((trained, "reading pairs"), (held, "reading held-out pairs"))]
+    grouped, rng = families(trained), np.random.default_rng(settings.seed)
+    epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
+
+    def measured() -> tuple[float, float]:
+        scores = _scores(network, sides[1][0], settings, device)
+        margins = scores[0] - scores[1]
+        return right(margins, sides[1][1]).nanmean().item(), -bradley_terry(margins, sides[1][1]).item()
+
+    best = fit(network, epochs, lambda numbers: _loss(network, (*sides[0], apart), numbers, settings, device), measured,
+               settings)
     scores = _scores(network, sides[1][0], settings, device)
     accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
                   for i, name in enumerate(names)}
@@ -204,11 +214,6 @@ def _device(name: str | None) -> str:
                         "cpu") from None
 
 
-def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
-    """Which side each aspect prefers, [N, A]; NaN where a pair has no verdict."""
-    return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
-
-
 def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
     """By how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A]. Raises
     UserError for a weight where no pair has a margin."""
@@ -229,14 +234,6 @@ def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
             torch.cat([network.prepare(read_tensor(file)[None]) for file in samples])
         parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
     return {key: torch.cat([part[key] for part in parts]).unflatten(0, (2, len(pairs))) for key in parts[0]}
-
-
-def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor, Tensor],
-         held: tuple[Rows, Tensor], settings: Settings, device: str) -> int:
-    grouped, rng = families(pairs), np.random.default_rng(settings.seed)
-    epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
-    return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
-               lambda: _evaluate(network, held, settings, device), settings)
 
 
 def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B], Tensor],
@@ -289,12 +286,6 @@ def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[i
         chosen, rejected = network(**rows).float().chunk(2)
     apart = side[2][numbers].to(device)  # what the scores are to differ by
     return bradley_terry(chosen - rejected - apart, side[1][numbers].to(device))
-
-
-def _evaluate(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
-    scores = _scores(network, held[0], settings, device)
-    margins = scores[0] - scores[1]
-    return right(margins, held[1]).nanmean().item(), -bradley_terry(margins, held[1]).item()
 
 
 @torch.no_grad()

@@ -131,8 +131,12 @@ class Ballot:
             rows = {other: row for other, row in self._rows.items() if other != number}
             verdicts = {other: worth for other, worth in self.verdicts.items() if other != number}
             if choice != SKIP:
-                verdicts[number] = 0.5 if choice == TIE else float((choice == 0) == self.b_left[number])
-                rows[number] = self._row(self.comparisons[number], verdicts[number])
+                worth = verdicts[number] = 0.5 if choice == TIE else float((choice == 0) == self.b_left[number])
+                pair, folder = self.comparisons[number], self.output.parent
+                chosen, rejected = (pair.b, pair.a) if worth == 1 else (pair.a, pair.b)
+                rows[number] = {"prompt": pair.prompt, "chosen": relative(chosen, folder),
+                                "rejected": relative(rejected, folder)} | (
+                                    {"aspects": {OVERALL: TIE}} if worth == 0.5 else {})
             self._write(rows)
             self.verdicts = verdicts
             self.history = [other for other in self.history if other != number] + [number]
@@ -150,13 +154,6 @@ class Ballot:
             self.verdicts.pop(number, None)
             self.history.pop()
             self.order = [number] + [other for other in self.order if other != number]
-
-    def _row(self, comparison: Comparison, worth: float) -> dict[str, Any]:
-        """Line of the file. worth: 1 for B, 0 for A, 1/2 for a tie."""
-        chosen, rejected = (comparison.b, comparison.a) if worth == 1 else (comparison.a, comparison.b)
-        folder = self.output.parent
-        row = {"prompt": comparison.prompt, "chosen": relative(chosen, folder), "rejected": relative(rejected, folder)}
-        return row | ({"aspects": {OVERALL: TIE}} if worth == 0.5 else {})
 
     def _write(self, rows: dict[int, dict[str, Any]]) -> None:
         if rows == self._rows:

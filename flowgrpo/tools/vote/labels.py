@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from flowgrpo import rewards
 from flowgrpo.advantages.group import weighted_sum
 from flowgrpo.config.reward_rules import RewardRule
+from flowgrpo.contrib.taste.votes import relative
 from flowgrpo.data.pairs import ASPECT, OVERALL
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed
@@ -111,19 +111,11 @@ def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], weights: 
     for good, bad in choice.pairs(totals):
         apart = dict(zip(composed, (signed[good] - signed[bad]).tolist())) if len(composed) > 1 else {}
         apart = {name: value for name, value in apart.items() if value == value}
-        row: dict[str, Any] = {"prompt": group.prompt.text, "chosen": _content(group.samples[good], folder),
-                               "rejected": _content(group.samples[bad], folder)}
+        chosen, rejected = (sample if isinstance(sample, str) else relative(sample, folder)
+                            for sample in (group.samples[good], group.samples[bad]))
+        row: dict[str, Any] = {"prompt": group.prompt.text, "chosen": chosen, "rejected": rejected}
         if apart:
-            row["aspects"] = {name: _verdict(value, choice.tie) for name, value in apart.items()}
+            row["aspects"] = {name: "tie" if abs(value) <= choice.tie else "chosen" if value > 0 else "rejected"
+                              for name, value in apart.items()}
         rows.append(row | {"margins": {OVERALL: float(totals[good] - totals[bad])} | apart})
     return rows
-
-
-def _verdict(apart: float, tie: float) -> str:
-    return "tie" if abs(apart) <= tie else "chosen" if apart > 0 else "rejected"
-
-
-def _content(sample: str | Path, folder: Path) -> str:
-    if isinstance(sample, str):
-        return sample
-    return Path(os.path.relpath(sample.resolve(), folder.resolve())).as_posix()

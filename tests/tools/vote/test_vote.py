@@ -3,7 +3,6 @@
 import http.client
 import json
 import re
-import threading
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +30,7 @@ from flowgrpo.tools.vote.ballot import Ballot, count_votes
 from flowgrpo.tools.vote.sources import pairs
 from tests.helpers import ffmpeg, tiny
 from tests.helpers.refusals import error_line, message
+from tests.helpers.servers import running
 
 COUNT = 8
 
@@ -56,9 +56,7 @@ def ballot(tmp_path):
 @contextmanager
 def serving(ballot):
     """Context manager: serve a ballot; yield a function that sends a request and returns status and content."""
-    with page.server(ballot, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(page.server(ballot, 0)) as server:
         root = re.fullmatch(r"http://127.0.0.1:\d+(/[\w-]{22}/)", page.address(server))[1]
         def ask(path, content=None, root=root, **headers):
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
@@ -69,11 +67,7 @@ def serving(ballot):
             text = answer.read()
             is_json = answer.headers["Content-Type"] == "application/json"
             return answer.status, json.loads(text) if is_json else text
-        try:
-            yield ask
-        finally:
-            server.shutdown()
-            thread.join()
+        yield ask
 
 
 def voted(name, choice):

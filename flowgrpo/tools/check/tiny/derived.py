@@ -7,6 +7,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+import diffusers
 import torch
 
 from flowgrpo.tools.check.tiny import controlled, images, newest, shrunk, unets, videos
@@ -31,11 +32,9 @@ Parts = dict[str, Any]
 
 
 def _krea2(parts: Parts) -> Parts:
-    from diffusers import Krea2Transformer2DModel
-
     config = {**parts["transformer"].config, "num_text_layers": LAYERS // 3}
     reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", LAYERS)
-    return {"transformer": lively(Krea2Transformer2DModel.from_config(config)), "text_encoder": reader}
+    return {"transformer": lively(diffusers.Krea2Transformer2DModel.from_config(config)), "text_encoder": reader}
 
 
 def _second(parts: Parts) -> Parts:
@@ -43,9 +42,8 @@ def _second(parts: Parts) -> Parts:
 
 
 def _doubled(parts: Parts) -> Parts:
-    from diffusers import WanTransformer3DModel
-
-    return {"transformer": lively(WanTransformer3DModel.from_config({**parts["transformer"].config, "in_channels": 8}))}
+    config = {**parts["transformer"].config, "in_channels": 8}
+    return {"transformer": lively(diffusers.WanTransformer3DModel.from_config(config))}
 
 
 def _template(parts: Parts) -> Parts:
@@ -56,15 +54,11 @@ def _template(parts: Parts) -> Parts:
 
 
 def _ltx2(parts: Parts) -> Parts:
-    from diffusers import LTX2Guidance
-
-    return {name: LTX2Guidance(stg_scale=0.0, modality_scale=1.0) for name in ("guider", "audio_guider")}
+    return {name: diffusers.LTX2Guidance(stg_scale=0.0, modality_scale=1.0) for name in ("guider", "audio_guider")}
 
 
 def _ltx25(parts: Parts) -> Parts:
-    from diffusers import LTX2VideoDiffusionDecoderModel
-
-    return _ltx2(parts) | {"diffusion_decoder": LTX2VideoDiffusionDecoderModel(
+    return _ltx2(parts) | {"diffusion_decoder": diffusers.LTX2VideoDiffusionDecoderModel(
         latent_channels=4, patch_size=1, decoder_head_dim=8, decoder_stage_channels=(16, 8, 8, 8, 8),
         decoder_stage_depths=(1,) * 5, decoder_stage_kernels=((1, 1, 1),) * 4, decoder_stage5_kernel=(1, 1, 1),
         decoder_upsample_strides=((1, 2, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1)), decoder_t_emb_dim=8,
@@ -72,14 +66,12 @@ def _ltx25(parts: Parts) -> Parts:
 
 
 def _anima(parts: Parts) -> Parts:
-    from diffusers import AnimaTextConditioner, CosmosTransformer3DModel
-
     tokens = chat_tokenizer()
-    denoiser = CosmosTransformer3DModel(
+    denoiser = diffusers.CosmosTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, mlp_ratio=2,
         text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(1.0, 1.0, 1.0),
         concat_padding_mask=True, extra_pos_embed_type=None)
-    conditioner = AnimaTextConditioner(
+    conditioner = diffusers.AnimaTextConditioner(
         source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=len(tokens),
         min_sequence_length=8)
     return {"transformer": lively(denoiser), "text_conditioner": conditioner, "tokenizer": tokens, "vae": qwen_vae(),
@@ -87,10 +79,8 @@ def _anima(parts: Parts) -> Parts:
 
 
 def _flux3(parts: Parts, distilled: bool = False) -> Parts:
-    from diffusers import Flux3Transformer2DModel
-
     processor = newest.vision_processor()
-    denoiser = Flux3Transformer2DModel(
+    denoiser = diffusers.Flux3Transformer2DModel(
         in_channels=16, cond_in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=8 * 16, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4),
         flow_map=distilled)
@@ -158,8 +148,6 @@ ROWS: dict[str, tuple[Any, ...]] = {
 
 def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline, dict[str, Any]]:
     """Build the tiny pipeline of a class as its row, else that of ROWS, says."""
-    import diffusers
-
     from flowgrpo.policies.pipelines.modular import of_parts
 
     row = row or ROWS[name]
@@ -183,7 +171,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
 
 def factories() -> dict[str, Any]:
     """Return the factories of pipelines with parts of their own."""
-    return images.FACTORIES | images.NEWEST | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
+    return images.FACTORIES | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 
 
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
+import numpy as np
 import torch
+import transformers
+from PIL import Image
 
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
@@ -12,6 +16,7 @@ from flowgrpo.tools.check.tiny.parts import (
     Pipeline,
     autoencoder,
     chat_tokenizer,
+    clip,
     dynamic_scheduler,
     flux2_transformer,
     flux2_vae,
@@ -28,7 +33,6 @@ from flowgrpo.tools.check.tiny.parts import (
     shifted_scheduler,
     silent,
     t5,
-    text_encoder,
     tokenizer,
     with_language_model,
 )
@@ -36,49 +40,38 @@ from flowgrpo.tools.check.tiny.parts import (
 SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
 FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encoder_out_layers": (1,)}
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
+KONTEXT_CALL = FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}
+# An image whose right half is drawn; from pure noise.
+HALF = {"image": image(), "mask_image": Image.fromarray(np.repeat(np.uint8([[0] * 8 + [255] * 8]), 16, 0))}
+INPAINTING = HALF | {"strength": 1.0}
 
 
 def sd3(seed: int = 0) -> Pipeline:
     """Return a StableDiffusion3Pipeline without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import CLIPTextModelWithProjection
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = SD3Transformer2DModel(
+    denoiser = diffusers.SD3Transformer2DModel(
         sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
         num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32,
         pos_embed_max_size=4, qk_norm="rms_norm")
-    return silent(StableDiffusion3Pipeline(
-        transformer=lively(denoiser), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=autoencoder(),
-        text_encoder=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer=tokens,
-        text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(),
+    return silent(diffusers.StableDiffusion3Pipeline(
+        transformer=lively(denoiser), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=autoencoder(),
+        text_encoder=clip(tokens, projected=True), tokenizer=tokens,
+        text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(),
         text_encoder_3=None, tokenizer_3=None))
 
 
-def flux(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+def flux(seed: int = 0, kind: str = "FluxPipeline", **options: Any) -> Pipeline:
     """Return a FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
 
     kind: another pipeline class of the same parts. options: its further arguments.
     """
-    from diffusers import FluxPipeline
-    from transformers import CLIPTextModel
-
     torch.manual_seed(seed)
     tokens = tokenizer()
     parts = {"transformer": lively(flux_transformer())} if "transformer" not in options else {}
-    return silent((kind or FluxPipeline)(
-        scheduler=dynamic_scheduler(), vae=autoencoder(),
-        text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens, text_encoder_2=t5(tokens),
-        tokenizer_2=tokenizer(), **parts, **options))
-
-
-def kontext(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a FluxKontextPipeline: tokens of a reference image follow those of the noise."""
-    from diffusers import FluxKontextPipeline
-
-    call = FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}
-    return flux(seed, FluxKontextPipeline), call
+    return silent(getattr(diffusers, kind)(
+        scheduler=dynamic_scheduler(), vae=autoencoder(), text_encoder=clip(tokens), tokenizer=tokens,
+        text_encoder_2=t5(tokens), tokenizer_2=tokenizer(), **parts, **options))
 
 
 def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -86,107 +79,56 @@ def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
     16 of the state, 16 of the image, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
     """
-    from diffusers import FluxFillPipeline
-
     torch.manual_seed(seed)
     denoiser = lively(flux_transformer(in_channels=48, out_channels=16))
-    call = FLUX_CALL | {name: value for name, value in _inpainting_arguments().items() if name != "strength"}
-    return flux(seed, FluxFillPipeline, transformer=denoiser), call
+    return flux(seed, "FluxFillPipeline", transformer=denoiser), FLUX_CALL | HALF
 
 
-def flux_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a FluxInpaintPipeline, which restores the image after every step where the mask is black."""
-    from diffusers import FluxInpaintPipeline
-
-    return flux(seed, FluxInpaintPipeline), FLUX_CALL | _inpainting_arguments()
-
-
-def flux2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a Flux2Pipeline with embedded guidance; it concatenates the language model's layers."""
-    from diffusers import Flux2Pipeline
-    from transformers import Qwen3ForCausalLM
-
+def flux2(seed: int = 0, kind: str = "Flux2Pipeline", **call: Any) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a Flux2Pipeline with embedded guidance, or a Flux2KleinPipeline with true guidance; both concatenate the
+    language model's layers."""
     torch.manual_seed(seed)
-    return with_language_model(Flux2Pipeline, flux2_transformer(True), Qwen3ForCausalLM, vae=flux2_vae()), FLUX2_CALL
+    pipe = with_language_model(kind, flux2_transformer(kind == "Flux2Pipeline"), reader=transformers.Qwen3ForCausalLM,
+                               vae=flux2_vae())
+    return pipe, FLUX2_CALL | call
 
 
-def klein(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a Flux2KleinPipeline, with true guidance and a reference image."""
-    from diffusers import Flux2KleinPipeline
-    from transformers import Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    pipe = with_language_model(Flux2KleinPipeline, flux2_transformer(False), Qwen3ForCausalLM, vae=flux2_vae())
-    return pipe, FLUX2_CALL | {"image": image(64)}
-
-
-def _inpainting_arguments() -> dict[str, Any]:
-    """Arguments of an inpainting call: an image whose right half is drawn, from pure noise."""
-    from PIL import Image
-
-    mask = Image.new("L", (16, 16))
-    mask.paste(255, (8, 0, 16, 16))
-    return {"image": image(), "mask_image": mask, "strength": 1.0}
-
-
-def qwen_image(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
+def qwen_image(seed: int = 0, kind: str = "QwenImagePipeline") -> tuple[Pipeline, dict[str, Any]]:
     """Return a QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
-    from diffusers import QwenImagePipeline
-
     torch.manual_seed(seed)
-    pipe = with_language_model(kind or QwenImagePipeline, qwen_transformer(), vae=qwen_vae())
+    pipe = with_language_model(kind, qwen_transformer(), vae=qwen_vae())
     return pipe, {"height": 16, "width": 16}
 
 
-def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a QwenImageInpaintPipeline, which restores the image after every step where the mask is black."""
-    from diffusers import QwenImageInpaintPipeline
-
-    pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
-    return pipe, call | _inpainting_arguments()
-
-
-def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
+def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> tuple[Pipeline, dict[str, Any]]:
     """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image.
 
     It scales the image to a million pixels, so the autoencoder shrinks by 64.
     """
-    from diffusers import QwenImageEditPipeline
-
     torch.manual_seed(seed)
     tokens = chat_tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
-    pipe = (kind or QwenImageEditPipeline)(
+    pipe = getattr(diffusers, kind)(
         transformer=lively(qwen_transformer()), scheduler=dynamic_scheduler(), vae=patch_vae(), tokenizer=tokens,
         text_encoder=qwen_vl(tokens), processor=qwen_processor(tokens))
     return silent(pipe), {"height": 256, "width": 256, "image": image()}
 
 
-def qwen_edit_plus(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a QwenImageEditPlusPipeline, for several images."""
-    from diffusers import QwenImageEditPlusPipeline
-
-    return qwen_edit(seed, QwenImageEditPlusPipeline)
-
-
 def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a HiDreamImagePipeline, whose experts run without gradients outside training mode."""
-    from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
-    from transformers import CLIPTextModelWithProjection, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = HiDreamImageTransformer2DModel(
+    denoiser = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
         num_attention_heads=2, caption_channels=[16, 16], text_emb_dim=32, num_routed_experts=2,
         num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(16, 16), llama_layers=[0, 1])
-    llama = LlamaForCausalLM(LlamaConfig(
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         pad_token_id=tokens.pad_token_id, bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
-    pipe: Pipeline = HiDreamImagePipeline(
+    pipe: Pipeline = diffusers.HiDreamImagePipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
-        text_encoder=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer=tokens,
-        text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(),
+        text_encoder=clip(tokens, projected=True), tokenizer=tokens,
+        text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(),
         text_encoder_3=t5(tokens), tokenizer_3=tokenizer(), text_encoder_4=llama, tokenizer_4=tokenizer())
     pipe.default_sample_size = 8  # it scales every image to that area
     return silent(pipe), FLUX_CALL
@@ -194,115 +136,135 @@ def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 def z_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
-    from diffusers import ZImagePipeline, ZImageTransformer2DModel
-
     torch.manual_seed(seed)
-    denoiser = ZImageTransformer2DModel(
+    denoiser = diffusers.ZImageTransformer2DModel(
         in_channels=4, dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
         axes_dims=[4, 2, 2], axes_lens=[256, 32, 32])
-    return with_language_model(ZImagePipeline, denoiser), {"height": 16, "width": 16, "max_sequence_length": 16}
+    return with_language_model("ZImagePipeline", denoiser), FLUX_CALL
 
 
 def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a SanaPipeline, with linear attention."""
-    from diffusers import SanaPipeline, SanaTransformer2DModel
-
     torch.manual_seed(seed)
-    denoiser = SanaTransformer2DModel(
+    denoiser = diffusers.SanaTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=4, num_layers=1,
         num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=16,
         sample_size=8)
-    return with_language_model(SanaPipeline, denoiser, scheduler=shifted_scheduler()), {
+    return with_language_model("SanaPipeline", denoiser, scheduler=shifted_scheduler()), {
         "height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False,
         "complex_human_instruction": None}
 
 
 def lumina2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a Lumina2Pipeline, whose time runs from noise to data."""
-    from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
-
     torch.manual_seed(seed)
-    denoiser = Lumina2Transformer2DModel(
+    denoiser = diffusers.Lumina2Transformer2DModel(
         sample_size=4, in_channels=4, hidden_size=16, num_layers=1, num_refiner_layers=1, num_attention_heads=2,
         num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32), cap_feat_dim=16)
-    return with_language_model(Lumina2Pipeline, denoiser, vae=autoencoder(stages=4)), {
+    return with_language_model("Lumina2Pipeline", denoiser, vae=autoencoder(stages=4)), {
         "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}
 
 
 def chroma(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
-    from diffusers import ChromaPipeline, ChromaTransformer2DModel
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = ChromaTransformer2DModel(
+    denoiser = diffusers.ChromaTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6), approximator_num_channels=8, approximator_hidden_dim=16,
         approximator_layers=1)
-    return silent(ChromaPipeline(transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
-                                 text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
+    return silent(diffusers.ChromaPipeline(
+        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
+        tokenizer=tokens)), FLUX_CALL
 
 
 def aura_flow(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return an AuraFlowPipeline."""
-    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = AuraFlowTransformer2DModel(
+    denoiser = diffusers.AuraFlowTransformer2DModel(
         sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
         num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4, pos_embed_max_size=16)
-    return silent(AuraFlowPipeline(transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
-                                   text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
+    return silent(diffusers.AuraFlowPipeline(
+        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
+        tokenizer=tokens)), FLUX_CALL
 
 
 def cogview4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a CogView4Pipeline."""
-    from diffusers import CogView4Pipeline, CogView4Transformer2DModel
-
     torch.manual_seed(seed)
-    denoiser = CogView4Transformer2DModel(
+    denoiser = diffusers.CogView4Transformer2DModel(
         in_channels=4, out_channels=4, num_layers=1, attention_head_dim=4, num_attention_heads=4, text_embed_dim=16,
         time_embed_dim=8, condition_dim=4, pos_embed_max_size=16, sample_size=8)
-    return with_language_model(CogView4Pipeline, denoiser), FLUX_CALL
+    return with_language_model("CogView4Pipeline", denoiser), FLUX_CALL
 
 
 def bria(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a BriaPipeline, whose LoRA has no loader."""
-    from diffusers import BriaPipeline, BriaTransformer2DModel
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = BriaTransformer2DModel(
+    denoiser = diffusers.BriaTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=[0, 4, 4])
-    return silent(BriaPipeline(transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
-                               text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
+    return silent(diffusers.BriaPipeline(
+        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
+        tokenizer=tokens)), FLUX_CALL
 
 
 def ovis_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return an OvisImagePipeline, whose LoRA has no loader."""
-    from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
-
     torch.manual_seed(seed)
-    denoiser = OvisImageTransformer2DModel(
+    denoiser = diffusers.OvisImageTransformer2DModel(
         in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
-    return with_language_model(OvisImagePipeline, denoiser), {"height": 16, "width": 16}
+    return with_language_model("OvisImagePipeline", denoiser), {"height": 16, "width": 16}
+
+
+def krea2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a Krea2Pipeline, whose denoiser reads several layers of a vision-language model."""
+    torch.manual_seed(seed)
+    tokens = chat_tokenizer()
+    denoiser = diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=1, attention_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
+        text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 2, 2))
+    reader = lively(qwen3_vl(tokens, "Qwen3VLModel"))
+    pipe: Pipeline = diffusers.Krea2Pipeline(
+        scheduler=dynamic_scheduler(), vae=qwen_vae(), text_encoder=reader, tokenizer=tokens,
+        transformer=lively(denoiser), text_encoder_select_layers=(1, 2))
+    pipe.prompt_template_encode_prefix = pipe.prompt_template_encode_suffix = ""
+    pipe.prompt_template_encode_start_idx = pipe.prompt_template_encode_num_suffix_tokens = 0
+    return silent(pipe), {"height": 16, "width": 16, "max_sequence_length": TOKENS}
+
+
+def ernie_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return an ErnieImagePipeline: a list of embeddings of different lengths."""
+    torch.manual_seed(seed)
+    tokens = chat_tokenizer()
+    denoiser = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=16, num_attention_heads=1, num_layers=1, ffn_hidden_size=16, in_channels=16, out_channels=16,
+        text_in_dim=16, rope_axes_dim=(4, 6, 6))
+    return silent(diffusers.ErnieImagePipeline(
+        transformer=lively(denoiser), vae=flux2_vae(), text_encoder=language_model(tokens), tokenizer=tokens,
+        scheduler=shifted_scheduler())), {"height": 16, "width": 16, "use_pe": False}
 
 
 FACTORIES = {
     "StableDiffusion3Pipeline": lambda seed=0: (sd3(seed), SD3_CALL),
     "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),
-    "FluxKontextPipeline": kontext,
-    "FluxInpaintPipeline": flux_inpaint,
+    # Tokens of a reference image follow those of the noise.
+    "FluxKontextPipeline": lambda seed=0: (flux(seed, "FluxKontextPipeline"), KONTEXT_CALL),
+    # It restores the image after every step where the mask is black, as that of Qwen-Image does.
+    "FluxInpaintPipeline": lambda seed=0: (flux(seed, "FluxInpaintPipeline"), FLUX_CALL | INPAINTING),
     "FluxFillPipeline": flux_fill,
     "Flux2Pipeline": flux2,
-    "Flux2KleinPipeline": klein,
+    "Flux2KleinPipeline": lambda seed=0: flux2(seed, "Flux2KleinPipeline", image=image(64)),
     "QwenImagePipeline": qwen_image,
-    "QwenImageInpaintPipeline": qwen_inpaint,
+    "QwenImageInpaintPipeline": lambda seed=0: (
+        qwen_image(seed, "QwenImageInpaintPipeline")[0], {"height": 16, "width": 16} | INPAINTING),
     "QwenImageEditPipeline": qwen_edit,
-    "QwenImageEditPlusPipeline": qwen_edit_plus,
+    "QwenImageEditPlusPipeline": lambda seed=0: qwen_edit(seed, "QwenImageEditPlusPipeline"),  # several images
     "HiDreamImagePipeline": hidream,
     "ZImagePipeline": z_image,
     "SanaPipeline": sana,
@@ -312,40 +274,6 @@ FACTORIES = {
     "CogView4Pipeline": cogview4,
     "BriaPipeline": bria,
     "OvisImagePipeline": ovis_image,
+    "Krea2Pipeline": krea2,
+    "ErnieImagePipeline": ernie_image,
 }
-
-
-def krea2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a Krea2Pipeline, whose denoiser reads several layers of a vision-language model."""
-    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
-
-    torch.manual_seed(seed)
-    tokens = chat_tokenizer()
-    denoiser = Krea2Transformer2DModel(
-        in_channels=16, num_layers=1, attention_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=16, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
-        text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 2, 2))
-    reader = lively(qwen3_vl(tokens, "Qwen3VLModel"))
-    pipe: Pipeline = Krea2Pipeline(scheduler=dynamic_scheduler(), vae=qwen_vae(), text_encoder=reader, tokenizer=tokens,
-                                   transformer=lively(denoiser), text_encoder_select_layers=(1, 2))
-    pipe.prompt_template_encode_prefix = pipe.prompt_template_encode_suffix = ""
-    pipe.prompt_template_encode_start_idx = pipe.prompt_template_encode_num_suffix_tokens = 0
-    return silent(pipe), {"height": 16, "width": 16, "max_sequence_length": TOKENS}
-
-
-def ernie_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return an ErnieImagePipeline: a list of embeddings of different lengths."""
-    from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel
-
-    torch.manual_seed(seed)
-    tokens = chat_tokenizer()
-    denoiser = ErnieImageTransformer2DModel(
-        hidden_size=16, num_attention_heads=1, num_layers=1, ffn_hidden_size=16, in_channels=16, out_channels=16,
-        text_in_dim=16, rope_axes_dim=(4, 6, 6))
-    return silent(ErnieImagePipeline(
-        transformer=lively(denoiser), vae=flux2_vae(), text_encoder=language_model(tokens), tokenizer=tokens,
-        scheduler=shifted_scheduler())), {"height": 16, "width": 16, "use_pe": False}
-
-
-NEWEST = {"Krea2Pipeline": krea2, "ErnieImagePipeline": ernie_image}

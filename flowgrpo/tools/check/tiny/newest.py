@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
@@ -12,6 +14,7 @@ from flowgrpo.tools.check.tiny.parts import (
     Pipeline,
     autoencoder,
     chat_tokenizer,
+    clip,
     dynamic_scheduler,
     flux2_vae,
     lively,
@@ -20,7 +23,6 @@ from flowgrpo.tools.check.tiny.parts import (
     qwen_vl,
     shifted_scheduler,
     silent,
-    text_encoder,
     tokenizer,
     video_t5,
 )
@@ -34,23 +36,20 @@ def _vision_tokens() -> Any:
 
 def vision_processor() -> Any:
     """Return the processor of a Qwen3-VL, for images with an area of up to 56 by 56 pixels."""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
     tokens, small = _vision_tokens(), dict[str, Any](min_pixels=28 * 28, max_pixels=56 * 56)
-    return Qwen3VLProcessor(Qwen2VLImageProcessor(**small), tokens, Qwen3VLVideoProcessor(),
-                            chat_template=tokens.chat_template)
+    return transformers.Qwen3VLProcessor(
+        transformers.Qwen2VLImageProcessor(**small), tokens, transformers.Qwen3VLVideoProcessor(),
+        chat_template=tokens.chat_template)
 
 
 def longcat(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """A Flux whose prompt is encoded by a vision-language model."""
-    from diffusers import LongCatImagePipeline, LongCatImageTransformer2DModel
-
     torch.manual_seed(seed)
     tokens = _vision_tokens()
-    denoiser = LongCatImageTransformer2DModel(
+    denoiser = diffusers.LongCatImageTransformer2DModel(
         in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=[4, 6, 6])
-    pipe: Pipeline = LongCatImagePipeline(
+    pipe: Pipeline = diffusers.LongCatImagePipeline(
         scheduler=dynamic_scheduler(), vae=autoencoder(16), text_encoder=qwen_vl(tokens), tokenizer=tokens,
         text_processor=qwen_processor(tokens), transformer=lively(denoiser))
     pipe.tokenizer_max_length = TOKENS
@@ -59,26 +58,18 @@ def longcat(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 def hunyuan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
-    from diffusers import (
-        AdaptiveProjectedMixGuidance,
-        AutoencoderKLHunyuanImage,
-        HunyuanImagePipeline,
-        HunyuanImageTransformer2DModel,
-    )
-    from transformers import ByT5Tokenizer
-
     torch.manual_seed(seed)
     tokens = _vision_tokens()
-    denoiser = HunyuanImageTransformer2DModel(
+    denoiser = diffusers.HunyuanImageTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1, num_single_layers=1,
         num_refiner_layers=1, patch_size=(1, 1), text_embed_dim=16, text_embed_2_dim=16, rope_axes_dim=(4, 4))
-    vae = AutoencoderKLHunyuanImage(
+    vae = diffusers.AutoencoderKLHunyuanImage(
         in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 32), layers_per_block=1,
         spatial_compression_ratio=2, sample_size=16, scaling_factor=0.5)
-    pipe: Pipeline = HunyuanImagePipeline(
+    pipe: Pipeline = diffusers.HunyuanImagePipeline(
         scheduler=shifted_scheduler(), vae=vae, text_encoder=qwen_vl(tokens), tokenizer=tokens,
-        text_encoder_2=video_t5(vocabulary=400), tokenizer_2=ByT5Tokenizer(), transformer=lively(denoiser),
-        guider=AdaptiveProjectedMixGuidance(enabled=True))
+        text_encoder_2=video_t5(vocabulary=400), tokenizer_2=transformers.ByT5Tokenizer(), transformer=lively(denoiser),
+        guider=diffusers.AdaptiveProjectedMixGuidance(enabled=True))
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = TOKENS
     pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "{}", 0
     return silent(pipe), {"height": 16, "width": 16}
@@ -86,40 +77,35 @@ def hunyuan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 def qwen_image_21(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Qwen-Image 2.1: images of four channels, the fourth their opacity."""
-    from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21Transformer2DModel
     torch.manual_seed(seed)
     processor = vision_processor()
-    vae = AutoencoderKLQwenImage21(
+    vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1] * 5, num_res_blocks=1, temperal_downsample=[False] * 4,
         latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
-    denoiser = QwenImage21Transformer2DModel(
+    denoiser = diffusers.QwenImage21Transformer2DModel(
         in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, context_in_dim=16,
         axes_dims_rope=(4, 6, 6))
-    pipe: Pipeline = QwenImage21Pipeline(scheduler=dynamic_scheduler(), vae=vae, text_encoder=qwen3_vl(
+    pipe: Pipeline = diffusers.QwenImage21Pipeline(scheduler=dynamic_scheduler(), vae=vae, text_encoder=qwen3_vl(
         processor.tokenizer), processor=processor, transformer=lively(denoiser))
     return silent(pipe), {"height": 64, "width": 64}
 
 
 def ideogram4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
-    from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
-
     torch.manual_seed(seed)
     tokens = _vision_tokens()
     sizes: dict[str, Any] = {
         "in_channels": 16, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "intermediate_size": 16,
         "adaln_dim": 16, "llm_features_dim": 13 * 16, "mrope_section": (2, 1, 1)}
-    pipe: Pipeline = Ideogram4Pipeline(
+    pipe: Pipeline = diffusers.Ideogram4Pipeline(
         scheduler=shifted_scheduler(), vae=flux2_vae(), text_encoder=qwen3_vl(tokens, "Qwen3VLModel", 36),
-        tokenizer=tokens, transformer=lively(Ideogram4Transformer2DModel(**sizes)),
-        unconditional_transformer=lively(Ideogram4Transformer2DModel(**sizes)))
+        tokenizer=tokens, transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)),
+        unconditional_transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)))
     return silent(pipe), {"height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}
 
 
 def prx(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """PRX, which is guided with one prompt per call alone."""
-    from diffusers import PRXPipeline, PRXTransformer2DModel
-    from transformers import T5GemmaModuleConfig
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
     torch.manual_seed(seed)
@@ -127,28 +113,27 @@ def prx(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     sizes: dict[str, Any] = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
         "num_key_value_heads": 1, "layer_types": ["full_attention"], "dropout_rate": 0.0, "attention_dropout": 0.0}
-    config: Any = T5GemmaModuleConfig(vocab_size=len(tokens), pad_token_id=tokens.pad_token_id, **sizes)
+    config: Any = transformers.T5GemmaModuleConfig(vocab_size=len(tokens), pad_token_id=tokens.pad_token_id, **sizes)
     reader = T5GemmaEncoder(config)
-    denoiser = PRXTransformer2DModel(in_channels=4, patch_size=2, context_in_dim=16, hidden_size=16, mlp_ratio=2.0,
-                                     num_heads=2, depth=1, axes_dim=[4, 4])
-    pipe: Pipeline = PRXPipeline(transformer=lively(denoiser), scheduler=shifted_scheduler(), text_encoder=reader,
-                                 tokenizer=tokens, vae=autoencoder(), default_sample_size=16)
+    denoiser = diffusers.PRXTransformer2DModel(
+        in_channels=4, patch_size=2, context_in_dim=16, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1,
+        axes_dim=[4, 4])
+    pipe: Pipeline = diffusers.PRXPipeline(
+        transformer=lively(denoiser), scheduler=shifted_scheduler(), text_encoder=reader, tokenizer=tokens,
+        vae=autoencoder(), default_sample_size=16)
     return silent(pipe), {"height": 16, "width": 16, "use_resolution_binning": False}
 
 
 def kandinsky5(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
-    from diffusers import Kandinsky5T2IPipeline, Kandinsky5Transformer3DModel
-    from transformers import CLIPTextModel
-
     torch.manual_seed(seed)
     tokens, short = _vision_tokens(), tokenizer(77)
-    denoiser = Kandinsky5Transformer3DModel(
+    denoiser = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=16, out_visual_dim=4, patch_size=(1, 2, 2),
         model_dim=16, ff_dim=16, num_text_blocks=1, num_visual_blocks=1, axes_dims=(4, 2, 2))
-    pipe: Pipeline = Kandinsky5T2IPipeline(
+    pipe: Pipeline = diffusers.Kandinsky5T2IPipeline(
         transformer=lively(denoiser), vae=autoencoder(stages=4), text_encoder=qwen_vl(tokens),
-        tokenizer=qwen_processor(tokens), text_encoder_2=text_encoder(CLIPTextModel, short), tokenizer_2=short,
+        tokenizer=qwen_processor(tokens), text_encoder_2=clip(short), tokenizer_2=short,
         scheduler=shifted_scheduler())
     pipe.prompt_template, pipe.prompt_template_encode_start_idx, pipe.resolutions = "{}", 0, [(64, 64)]
     return silent(pipe), {"height": 64, "width": 64, "max_sequence_length": TOKENS}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import diffusers
 import torch
+import transformers
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import CLIPTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 # Objects of diffusers, which type checkers see as placeholders.
 Pipeline: TypeAlias = Any
@@ -19,18 +21,17 @@ Scheduler: TypeAlias = Any
 def tokenizer(length: int = 16) -> CLIPTokenizer:
     """Return a CLIPTokenizer whose tokens are single characters."""
     from tokenizers import pre_tokenizers
-    from transformers import CLIPTokenizer
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=length)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
 
 
-def text_encoder(kind: type, tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return a CLIP text model of class `kind` with two layers of width 16, for the tokenizer `tokens`."""
-    from transformers import CLIPTextConfig
-
-    return kind(CLIPTextConfig(
+def clip(tokens: PreTrainedTokenizerBase, projected: bool = False) -> PreTrainedModel:
+    """Return a CLIP text model of two layers of width 16 for a tokenizer; projected: with pooled embeddings."""
+    kind: Any = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
+    return kind(transformers.CLIPTextConfig(
         vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         projection_dim=16, max_position_embeddings=tokens.model_max_length, bos_token_id=tokens.bos_token_id,
         eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id))
@@ -38,15 +39,24 @@ def text_encoder(kind: type, tokens: PreTrainedTokenizerBase) -> PreTrainedModel
 
 def autoencoder(channels: int = 4, stages: int = 2) -> Network:
     """Return an AutoencoderTiny that shrinks images by 2^(stages-1)."""
-    from diffusers import AutoencoderTiny
-
     widths, blocks = (8,) * stages, (0,) * (stages - 1)
-    vae: Network = AutoencoderTiny(
+    vae: Network = diffusers.AutoencoderTiny(
         latent_channels=channels, encoder_block_out_channels=widths, num_encoder_blocks=(*blocks, 1),
         decoder_block_out_channels=widths, num_decoder_blocks=(1, *blocks), upsample_fn="nearest")
     vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
     with torch.no_grad():
         vae.decoder.layers[-1].bias.fill_(0.5)  # images in the middle of [0, 1], where nothing is clipped
+    return vae
+
+
+def still_autoencoder() -> Network:
+    """Return an AutoencoderKL with latents of 4 channels of half the side, whose draws have next to no deviation."""
+    vae: Network = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16,
+        scaling_factor=1.5, shift_factor=0.1)
+    vae.quant_conv.weight.data[4:] = 0
+    vae.quant_conv.bias.data[4:] = -30
     return vae
 
 
@@ -59,12 +69,10 @@ def lively(module: Network) -> Network:
     return module
 
 
-def language_model(tokens: PreTrainedTokenizerBase, width: int = 16, kind: type | None = None) -> PreTrainedModel:
+def language_model(tokens: PreTrainedTokenizerBase, kind: type | None = None) -> PreTrainedModel:
     """Return a two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
-    from transformers import Qwen3Config, Qwen3Model
-
-    return (kind or Qwen3Model)(Qwen3Config(
-        vocab_size=len(tokens), hidden_size=width, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    return (kind or transformers.Qwen3Model)(transformers.Qwen3Config(
+        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=1024, pad_token_id=tokens.pad_token_id,
         bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
 
@@ -85,31 +93,19 @@ def image(size: int = 16) -> Image.Image:
     return Image.fromarray(np.random.default_rng(3).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-def t5(tokens: PreTrainedTokenizerBase, width: int = 16) -> PreTrainedModel:
-    """Return a one-layer T5 encoder for the tokenizer `tokens`; width: of its embeddings."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
-                                   dropout_rate=0.0))
-
-
-def flux_transformer(**options: Any) -> Network:
+def flux_transformer(kind: Any = None, **options: Any) -> Network:
     """Return a double and a single block of width 16, for packed latents of 16 channels.
 
-    options: configuration values.
+    kind: a ControlNet's class. options: configuration values.
     """
-    from diffusers import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(**dict(
+    return (kind or diffusers.FluxTransformer2DModel)(**dict(
         patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=1,
         joint_attention_dim=16, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6)) | options)
 
 
 def flux2_transformer(guidance_embeds: bool) -> Network:
     """Return a double and a single block of width 32, for packed latents of 16 channels."""
-    from diffusers import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
+    return diffusers.Flux2Transformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=guidance_embeds)
@@ -117,28 +113,23 @@ def flux2_transformer(guidance_embeds: bool) -> Network:
 
 def flux2_vae() -> Network:
     """Return an AutoencoderKLFlux2 that halves the side: latents of 4 channels."""
-    from diffusers import AutoencoderKLFlux2
-
-    return AutoencoderKLFlux2(
+    return diffusers.AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16)
 
 
 def qwen_transformer() -> Network:
     """One block of width 32, for packed latents of 16 channels."""
-    from diffusers import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(
+    return diffusers.QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
 
 
 def qwen_vae() -> Network:
     """Return an AutoencoderKLQwenImage that halves the side: latents of 4 channels."""
-    from diffusers import AutoencoderKLQwenImage
-
-    return AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
-                                  latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False], latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4)
 
 
 def patch_vae() -> Network:
@@ -146,11 +137,9 @@ def patch_vae() -> Network:
 
     Pipelines read the factor from the number of `temperal_downsample`: 2**6.
     """
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768,
-                            temperal_downsample=[False] * 6, out_channels=768, patch_size=16,
-                            latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768, temperal_downsample=[False] * 6,
+        out_channels=768, patch_size=16, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
 
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -158,8 +147,6 @@ VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return a Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(token) for name, token in zip(names, VISION_TOKENS)}
     text = {"vocab_size": len(tokens), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -168,15 +155,13 @@ def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
             "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
               "fullatt_block_indexes": [1]}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
+    return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, **ids))
 
 
 def qwen3_vl(tokens: PreTrainedTokenizerBase, kind: str = "Qwen3VLForConditionalGeneration", layers: int = 2
              ) -> PreTrainedModel:
     """Return a Qwen3-VL of width 16; kind: its class."""
-    import transformers
-
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     return getattr(transformers, kind)(transformers.Qwen3VLConfig(
         text_config=sizes | {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": 8,
@@ -189,32 +174,37 @@ def qwen3_vl(tokens: PreTrainedTokenizerBase, kind: str = "Qwen3VLForConditional
 
 def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Return the processor for `qwen_vl`, for images with an area of up to 56 by 56 pixels."""
-    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
-
     small: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
-    return Qwen2VLProcessor(Qwen2VLImageProcessor(**small), tokens, Qwen2VLVideoProcessor(**small))
+    return transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(**small), tokens, transformers.Qwen2VLVideoProcessor(**small))
 
 
-def with_language_model(kind: type, denoiser: Network, model: type | None = None, **options: Any) -> Pipeline:
-    """Return a pipeline with a language model as its prompt encoder."""
+def with_language_model(kind: str, denoiser: Network, **options: Any) -> Pipeline:
+    """Return a pipeline of a class of diffusers with a language model as its prompt encoder."""
     tokens = chat_tokenizer()
     parts = {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "tokenizer": tokens,
-             "text_encoder": language_model(tokens, kind=model), "vae": options.pop("vae", None) or autoencoder()}
-    return silent(kind(**parts | options))
+             "text_encoder": language_model(tokens, options.pop("reader", None)),
+             "vae": options.pop("vae", None) or autoencoder()}
+    return silent(getattr(diffusers, kind)(**parts | options))
 
 
 def shifted_scheduler() -> Scheduler:
     """Flow matching with a shift of 3."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def dynamic_scheduler() -> Scheduler:
     """Flow matching whose shift depends on the image's size."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
-    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+
+def image_encoder() -> tuple[Any, Any]:
+    """Return a CLIP image encoder of images of 16 x 16 in patches of 8, and its processor."""
+    encoder = transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8))
+    return encoder, transformers.CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
 
 
 def silent(pipe: Pipeline) -> Pipeline:
@@ -227,10 +217,13 @@ SIZE = {"height": 16, "width": 16, "num_frames": 5}
 TOKENS = 16
 
 
+def t5(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a one-layer T5 encoder of width 16 for a tokenizer."""
+    return video_t5(vocabulary=len(tokens))
+
+
 def video_t5(kind: str = "T5", vocabulary: int = 514) -> PreTrainedModel:
     """Return a T5 or UMT5 encoder of width 16."""
-    import transformers
-
     config = getattr(transformers, f"{kind}Config")
     return getattr(transformers, f"{kind}EncoderModel")(config(
         vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0))
@@ -243,15 +236,8 @@ def video_image(shade: int = 64) -> Image.Image:
     return Image.linear_gradient("L").resize((16, 16)).point(lambda value: (value + shade) % 256).convert("RGB")
 
 
-def ready(pipe: Pipeline) -> Pipeline:
-    """Return the pipeline without progress bars."""
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def llama_config() -> LlamaConfig:
+def llama_config() -> transformers.LlamaConfig:
     """Configuration of a Llama whose third last hidden states, read by HunyuanVideo, follow its first layer."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(vocab_size=514, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
-                       pad_token_id=0)
+    return transformers.LlamaConfig(
+        vocab_size=514, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        pad_token_id=0)

@@ -10,6 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
+import transformers
+
 from flowgrpo.tools.check.tiny import newest, unets, videos
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
@@ -48,8 +51,6 @@ SIZES: dict[str, Any] = {
 
 def shrunk(kind: str, **options: Any) -> Network:
     """Build a network of a class of diffusers by the defaults of its configuration, shrunk. options: over both."""
-    import diffusers
-
     cls: Any = getattr(diffusers, kind)
     known = inspect.signature(cls.__init__).parameters
     return lively(cls(**{name: value for name, value in SIZES.items() if name in known
@@ -64,18 +65,7 @@ def denoiser(kind: str, further: Callable[[Parts], Parts] = lambda parts: {}, na
 
 def _scheduler(kind: str, **options: Any) -> Callable[[Parts], Parts]:
     def build(parts: Parts) -> Parts:
-        import diffusers
-
         return {"scheduler": getattr(diffusers, kind)(**options)}
-    return build
-
-
-def _reader(layers: int = 2) -> Callable[[Parts], Parts]:
-    """A Qwen3-VL and its processor."""
-    def build(parts: Parts) -> Parts:
-        processor = newest.vision_processor()
-        return {"processor": processor, "tokenizer": processor.tokenizer,
-                "text_encoder": qwen3_vl(processor.tokenizer, layers=layers)}
     return build
 
 
@@ -83,65 +73,58 @@ def _video_vae(parts: Parts) -> Parts:
     return {"vae": videos.FACTORIES["HunyuanVideoPipeline"](0)[0].vae}
 
 
+def _dream(parts: Parts) -> Parts:
+    processor = newest.vision_processor()
+    return {"processor": processor, "tokenizer": processor.tokenizer, "text_encoder": qwen3_vl(processor.tokenizer),
+            "vae": autoencoder(), "scheduler": shifted_scheduler()}
+
+
 def _deepfloyd(parts: Parts) -> Parts:
     """Pixels of a U-Net that gives a variance too."""
-    from diffusers import DDPMScheduler
-
     return {"unet": unets.unet(in_channels=3, out_channels=6, sample_size=16, encoder_hid_dim=WIDTH,
                                encoder_hid_dim_type="text_proj"),
             "text_encoder": video_t5(), "tokenizer": tokenizer(77), "safety_checker": None, "feature_extractor": None,
             "watermarker": None, "requires_safety_checker": False,
-            "scheduler": DDPMScheduler(beta_schedule="squaredcos_cap_v2", variance_type="learned_range",
-                                       clip_sample=False)}
+            "scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", variance_type="learned_range",
+                                                 clip_sample=False)}
 
 
 def _motion(parts: Parts) -> Parts:
-    from diffusers import DDIMScheduler, MotionAdapter
-
     return {"unet": unets.unet(cross_attention_dim=2 * WIDTH, block_out_channels=(8, 8), norm_num_groups=2,
                                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
                                up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), **unets.sizes(WIDTH)),
-            "motion_adapter": MotionAdapter(
+            "motion_adapter": diffusers.MotionAdapter(
                 block_out_channels=(8, 8), motion_layers_per_block=1, motion_norm_num_groups=2,
-                motion_num_attention_heads=2), "scheduler": DDIMScheduler(beta_schedule="linear", clip_sample=False)}
+                motion_num_attention_heads=2),
+            "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}
 
 
 def _motif(parts: Parts) -> Parts:
-    from diffusers import ClassifierFreeGuidance
-    from transformers import T5Gemma2Encoder, T5Gemma2EncoderConfig
-
-    config = T5Gemma2EncoderConfig(text_config={
+    config = transformers.T5Gemma2EncoderConfig(text_config={
         "vocab_size": 600, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "dropout_rate": 0.0,
         "attention_dropout": 0.0}, vision_config={
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 28, "patch_size": 14})
-    return {"text_encoder": T5Gemma2Encoder(config), "guider": ClassifierFreeGuidance(guidance_scale=6.0),
+    return {"text_encoder": transformers.T5Gemma2Encoder(config),
+            "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
             "scheduler": shifted_scheduler(), "tokenizer": tokenizer(TOKENS)}
 
 
 def _easy(parts: Parts) -> Parts:
-    from diffusers import AutoencoderKLMagvit
-
     tokens = chat_tokenizer()
-    return {"vae": AutoencoderKLMagvit(
+    return {"vae": diffusers.AutoencoderKLMagvit(
                 latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
             "text_encoder": language_model(tokens), "tokenizer": tokens, "scheduler": shifted_scheduler()}
 
 
-def _dream(parts: Parts) -> Parts:
-    return _reader()(parts) | {"vae": autoencoder(), "scheduler": shifted_scheduler()}
-
-
 def _kandinsky3(parts: Parts) -> Parts:
-    from diffusers import DDPMScheduler, VQModel
-
-    movq = VQModel(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, vq_embed_dim=4,
-                   down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    movq = diffusers.VQModel(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, vq_embed_dim=4,
+                             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
     return {"unet": shrunk("Kandinsky3UNet", time_embedding_dim=16, groups=2, attention_head_dim=8, layers_per_block=3,
                            block_out_channels=(16, 32), cross_attention_dim=16, encoder_hid_dim=16),
             "movq": movq, "text_encoder": video_t5(), "tokenizer": tokenizer(128),
-            "scheduler": DDPMScheduler(clip_sample=False)}
+            "scheduler": diffusers.DDPMScheduler(clip_sample=False)}
 
 
 SMALL = {"height": 16, "width": 16, "max_sequence_length": TOKENS}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 
 from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.tools.check.tiny.parts import (
@@ -16,10 +18,10 @@ from flowgrpo.tools.check.tiny.parts import (
     Network,
     Pipeline,
     Scheduler,
+    clip,
     lively,
     llama_config,
-    ready,
-    text_encoder,
+    silent,
     tokenizer,
     video_image,
     video_t5,
@@ -29,12 +31,10 @@ COGVIDEOX_CALL = {"height": 16, "width": 16, "num_frames": 9, "max_sequence_leng
 
 
 def _cogvideox_parts(channels: int = 4) -> dict[str, Any]:
-    from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
-
-    vae = AutoencoderKLCogVideoX(
+    vae = diffusers.AutoencoderKLCogVideoX(
         latent_channels=4, down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
         block_out_channels=(4,) * 4, layers_per_block=1, norm_num_groups=2, sample_height=16, sample_width=16)
-    denoiser = CogVideoXTransformer3DModel(
+    denoiser = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=channels, out_channels=4, time_embed_dim=8,
         text_embed_dim=16, num_layers=2, sample_width=2, sample_height=2, sample_frames=9, patch_size=1,
         max_text_seq_length=TOKENS, use_rotary_positional_embeddings=True)
@@ -42,8 +42,6 @@ def _cogvideox_parts(channels: int = 4) -> dict[str, Any]:
 
 
 def _cogvideox_scheduler(kind: str) -> Scheduler:
-    import diffusers
-
     return getattr(diffusers, kind)(
         prediction_type="v_prediction", rescale_betas_zero_snr=True, clip_sample=False, timestep_spacing="trailing",
         snr_shift_scale=3.0 if kind == "CogVideoXDDIMScheduler" else 1.0)
@@ -51,130 +49,110 @@ def _cogvideox_scheduler(kind: str) -> Scheduler:
 
 def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX: v-prediction, with the scheduler of the 2B (DDIM) or of the 5B checkpoint (DPM)."""
-    from diffusers import CogVideoXPipeline
-
     torch.manual_seed(seed)
-    pipe = CogVideoXPipeline(scheduler=_cogvideox_scheduler(scheduler), **_cogvideox_parts())
-    return ready(pipe), dict(COGVIDEOX_CALL)
+    pipe = diffusers.CogVideoXPipeline(scheduler=_cogvideox_scheduler(scheduler), **_cogvideox_parts())
+    return silent(pipe), dict(COGVIDEOX_CALL)
 
 
 def cogvideox_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX's image-to-video: the image is extra channels of the first frame."""
-    from diffusers import CogVideoXImageToVideoPipeline
-
     torch.manual_seed(seed)
-    pipe = CogVideoXImageToVideoPipeline(
+    pipe = diffusers.CogVideoXImageToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDPMScheduler"), **_cogvideox_parts(8))
-    return ready(pipe), COGVIDEOX_CALL | {"image": video_image()}
+    return silent(pipe), COGVIDEOX_CALL | {"image": video_image()}
 
 
 def cogvideox_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX's video-to-video."""
-    from diffusers import CogVideoXVideoToVideoPipeline
-
     torch.manual_seed(seed)
-    pipe = CogVideoXVideoToVideoPipeline(
+    pipe = diffusers.CogVideoXVideoToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDDIMScheduler"), **_cogvideox_parts())
     call = {key: value for key, value in COGVIDEOX_CALL.items() if key != "num_frames"}
-    return ready(pipe), call | {"video": [video_image(16 * i) for i in range(9)]}
+    return silent(pipe), call | {"video": [video_image(16 * i) for i in range(9)]}
 
 
 def mochi(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Mochi, whose time runs from 0 (noise) to 1 and whose velocity points to the data."""
-    from diffusers import AutoencoderKLMochi, FlowMatchEulerDiscreteScheduler, MochiPipeline, MochiTransformer3DModel
-
     torch.manual_seed(seed)
-    denoiser = MochiTransformer3DModel(
+    denoiser = diffusers.MochiTransformer3DModel(
         patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
         in_channels=12, text_embed_dim=16, time_embed_dim=4, max_sequence_length=TOKENS)
-    vae = AutoencoderKLMochi(encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
-                             layers_per_block=(1,) * 5)
-    pipe = MochiPipeline(
+    vae = diffusers.AutoencoderKLMochi(encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
+                                       layers_per_block=(1,) * 5)
+    pipe = diffusers.MochiPipeline(
         transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
-        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
-    return ready(pipe), {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
+    return silent(pipe), {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
 
 
 def allegro(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Allegro, which predicts noise; its autoencoder decodes only in tiles."""
-    from diffusers import (
-        AllegroPipeline,
-        AllegroTransformer3DModel,
-        AutoencoderKLAllegro,
-        EulerAncestralDiscreteScheduler,
-    )
-
     torch.manual_seed(seed)
-    denoiser = AllegroTransformer3DModel(
+    denoiser = diffusers.AllegroTransformer3DModel(
         num_attention_heads=2, attention_head_dim=12, num_layers=2, cross_attention_dim=24, sample_width=8,
         sample_height=8, sample_frames=8, caption_channels=16)
-    vae: Network = AutoencoderKLAllegro(
+    vae: Network = diffusers.AutoencoderKLAllegro(
         down_block_types=("AllegroDownBlock3D",) * 4, up_block_types=("AllegroUpBlock3D",) * 4,
         block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=2, sample_size=16)
     vae.kernel = vae.stride = (8, 16, 16)  # one tile
     vae.enable_tiling()
     vae.enable_slicing()  # a tile of several videos does not decode
-    pipe = AllegroPipeline(transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
-                           scheduler=EulerAncestralDiscreteScheduler(timestep_spacing="leading", steps_offset=1))
-    return ready(pipe), {"height": 16, "width": 16, "num_frames": 8, "max_sequence_length": TOKENS,
+    pipe = diffusers.AllegroPipeline(
+        transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
+        scheduler=diffusers.EulerAncestralDiscreteScheduler(timestep_spacing="leading", steps_offset=1))
+    return silent(pipe), {"height": 16, "width": 16, "num_frames": 8, "max_sequence_length": TOKENS,
                          "clean_caption": False}
 
 
 def latte(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Latte, which predicts noise and its variance; the pipeline drops the variance."""
-    from diffusers import AutoencoderKL, DDIMScheduler, LattePipeline, LatteTransformer3DModel
-
     torch.manual_seed(seed)
-    denoiser = LatteTransformer3DModel(
+    denoiser = diffusers.LatteTransformer3DModel(
         sample_size=8, num_layers=1, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=16,
         in_channels=4, cross_attention_dim=16, out_channels=8, attention_bias=True, activation_fn="gelu-approximate",
         num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
         video_length=5)
-    vae = AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(4, 4), norm_num_groups=2, down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2)
-    pipe = LattePipeline(transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
-                         scheduler=DDIMScheduler(clip_sample=False))
-    return ready(pipe), {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
+    pipe = diffusers.LattePipeline(
+        transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False))
+    return silent(pipe), {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
 
 
 def animatediff(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """AnimateDiff: a U-Net of SD 1.5 with motion modules."""
-    from diffusers import AnimateDiffPipeline, AutoencoderKL, DDIMScheduler, MotionAdapter, UNet2DConditionModel
-    from transformers import CLIPTextModel
-
     torch.manual_seed(seed)
     tokens = tokenizer()
-    denoiser = UNet2DConditionModel(
+    denoiser = diffusers.UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 8), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2,
         norm_num_groups=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"))
-    motion = MotionAdapter(block_out_channels=(8, 8), motion_layers_per_block=1, motion_norm_num_groups=2,
-                           motion_num_attention_heads=2)
-    vae = AutoencoderKL(
+    motion = diffusers.MotionAdapter(block_out_channels=(8, 8), motion_layers_per_block=1, motion_norm_num_groups=2,
+                                     motion_num_attention_heads=2)
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(4, 4), norm_num_groups=2, down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2)
-    pipe = AnimateDiffPipeline(
-        vae=vae, text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens, unet=lively(denoiser),
-        motion_adapter=motion, scheduler=DDIMScheduler(beta_schedule="linear", clip_sample=False))
-    return ready(pipe), {"height": 16, "width": 16, "num_frames": 4}
+    pipe = diffusers.AnimateDiffPipeline(
+        vae=vae, text_encoder=clip(tokens), tokenizer=tokens, unet=lively(denoiser),
+        motion_adapter=motion, scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False))
+    return silent(pipe), {"height": 16, "width": 16, "num_frames": 4}
 
 
 def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Sana-Video: linear attention over the latents of Wan's autoencoder."""
-    from diffusers import DPMSolverMultistepScheduler, SanaVideoPipeline, SanaVideoTransformer3DModel
-    from transformers import LlamaModel
-
     torch.manual_seed(seed)
-    denoiser = SanaVideoTransformer3DModel(
+    denoiser = diffusers.SanaVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1,
         num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=16,
         sample_size=16, rope_max_seq_len=32)
-    pipe = SanaVideoPipeline(
-        transformer=lively(denoiser), vae=video_families.autoencoder(), text_encoder=LlamaModel(llama_config()),
-        tokenizer=tokenizer(TOKENS), scheduler=DPMSolverMultistepScheduler(
+    pipe = diffusers.SanaVideoPipeline(
+        transformer=lively(denoiser), vae=video_families.autoencoder(),
+        text_encoder=transformers.LlamaModel(llama_config()), tokenizer=tokenizer(TOKENS),
+        scheduler=diffusers.DPMSolverMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0))
-    return ready(pipe), {"height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS,
+    return silent(pipe), {"height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS,
                          "complex_human_instruction": None, "use_resolution_binning": False}
 
 
@@ -195,10 +173,11 @@ FACTORIES = {
         lambda seed=0: video_families.hunyuan_image("token_replace", seed),
     "HunyuanSkyreelsImageToVideoPipeline": video_families.hunyuan_skyreels,
     "LTXPipeline": video_families.ltx,
-    "LTXImageToVideoPipeline": video_families.ltx_image,
+    "LTXImageToVideoPipeline": lambda seed=0: video_families.ltx(seed, "LTXImageToVideoPipeline", image=video_image()),
     "LTXConditionPipeline": video_families.ltx_condition,
     "LTX2Pipeline": video_families.ltx2,
-    "LTX2ImageToVideoPipeline": video_families.ltx2_image,
+    "LTX2ImageToVideoPipeline": lambda seed=0: video_families.ltx2(
+        seed, "LTX2ImageToVideoPipeline", image=video_image(), image_crf=0),
     "CogVideoXPipeline": lambda seed=0: cogvideox("CogVideoXDPMScheduler", seed),
     "CogVideoXPipeline (DDIM)": lambda seed=0: cogvideox("CogVideoXDDIMScheduler", seed),
     "CogVideoXImageToVideoPipeline": cogvideox_image,
