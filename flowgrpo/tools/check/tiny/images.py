@@ -42,7 +42,7 @@ FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encode
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
 KONTEXT_CALL = FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}
 # An image whose right half is drawn; from pure noise.
-HALF = {"image": image(), "mask_image": Image.fromarray(np.repeat(np.uint8([[0] * 8 + [255] * 8]), 16, 0))}
+HALF = {"image": image(), "mask_image": Image.fromarray(np.repeat(np.array([[0] * 8 + [255] * 8], np.uint8), 16, 0))}
 INPAINTING = HALF | {"strength": 1.0}
 
 

@@ -86,8 +86,8 @@ def kolors(seed: int = 0) -> Pipeline:
     denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **sizes(WIDTH))
     scheduler = diffusers.EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
     encoder, tokens = _chatglm()
-    return silent(KolorsPipeline(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder,
-                                 tokenizer=tokens))
+    kind: Any = KolorsPipeline  # which annotates its own ChatGLM
+    return silent(kind(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder, tokenizer=tokens))
 
 
 def lcm_sd15(seed: int = 0) -> Pipeline:
