@@ -15,7 +15,6 @@ from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import matmul_precision, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.distributed.sides import whole
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.evaluation import held_out
 from flowgrpo.log import silence
@@ -40,7 +39,8 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
     ready = checks.check(config, resume, pipe, functions, prompts)
-    with Watch(Processes(whole(ready.accelerator)), ready.setup.config.folder), ready.threads:
+    everyone = Processes(getattr(ready.accelerator, "whole", ready.accelerator))  # both sides, if there are two
+    with Watch(everyone, ready.setup.config.folder), ready.threads:
         return _load_and_run(ready, prompts, config.precision)
 
 

@@ -39,8 +39,3 @@ class Side:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)
-
-
-def whole(accelerator: Any) -> Any:
-    """Accelerate's object of all processes."""
-    return accelerator.whole if isinstance(accelerator, Side) else accelerator

@@ -133,10 +133,6 @@ class Extension:
     def __init__(self, trainer: Run):
         self.trainer = trainer
 
-    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The summary of `run()`; of a process that trains nothing, that of another one."""
-        return run()
-
     def around_epoch(self) -> AbstractContextManager[None]:
         """Context manager around an epoch, for settings that hold in it alone."""
         return nullcontext()
@@ -167,6 +163,10 @@ class Extension:
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Metrics of an epoch whose updates are done."""
         return {}
+
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The summary of `run()`; of a process that trains nothing, that of another one."""
+        return run()
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         """Read the base's measurement, before the first epoch of a run or of its resumption.
@@ -216,11 +216,6 @@ class Extensions:
         """What tells how long the run may still take, if one knows."""
         return next((extension.seconds_left for extension in self.present if extension.seconds_left), None)
 
-    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        for extension in self.present:
-            run = partial(extension.whole_run, run)
-        return run()
-
     def around_epoch(self) -> ExitStack:
         stack = ExitStack()
         for extension in self.present:
@@ -260,6 +255,11 @@ class Extensions:
         for extension in self.present:
             metrics |= extension.on_trained(epoch)
         return metrics
+
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        for extension in self.present:
+            run = partial(extension.whole_run, run)
+        return run()
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         for extension in self.present:

@@ -66,10 +66,11 @@ def made_of_all() -> list[Extension]:
 def test_the_moments_are_those_of_an_epoch_in_its_order():
     assert OF_AN_EPOCH == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", "add_steps", "on_backward",
                            "on_gradients", "on_stepped", "on_trained"]
-    assert MOMENTS[len(OF_AN_EPOCH):] == ["on_base", "judge", "on_measured", "on_finished", "summary", "state",
-                                          "load_state", "close"]
+    assert MOMENTS[len(OF_AN_EPOCH):] == ["whole_run", "on_base", "judge", "on_measured", "on_finished", "summary",
+                                          "state", "load_state", "close"]
     passed_on = [name for name, value in vars(Extensions).items() if inspect.isfunction(value) and name in MOMENTS]
-    assert passed_on == [*OF_AN_EPOCH, "on_base", "judge", "on_measured", "on_finished", "summary", "close"]
+    assert passed_on == [*OF_AN_EPOCH, "whole_run", "on_base", "judge", "on_measured", "on_finished", "summary",
+                         "close"]
 
 
 @pytest.mark.parametrize("name", extensions.ORDER)
