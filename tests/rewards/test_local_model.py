@@ -5,6 +5,8 @@ import functools
 import inspect
 import logging
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from huggingface_hub import constants
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.device import second_stream
 from flowgrpo.errors import UserError
 from flowgrpo.log import silence_errors
 from flowgrpo.rewards import clip, local_model, placement
@@ -263,13 +266,24 @@ def test_a_run_is_the_same_with_weights_that_leave(method, kind):
 
 
 @pytest.fixture
-def chosen(monkeypatch) -> dict[int, int]:
-    """The GPU of every thread, by its identity, as torch.cuda would keep it; the main thread's is the fourth."""
-    gpus = {threading.get_ident(): 3}
+def chosen(monkeypatch) -> Iterator[dict[int, SimpleNamespace]]:
+    """The stream of every thread, by its identity, as torch.cuda would keep it; the main thread's is on the fourth GPU.
+    """
+    def stream(gpu: int | torch.device, name: str = "second") -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cuda", gpu) if isinstance(gpu, int) else gpu, name=name)
+
+    def current() -> SimpleNamespace:
+        return streams.get(threading.get_ident()) or stream(0, "default")
+
+    streams = {threading.get_ident(): stream(3, "default")}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.get(threading.get_ident(), 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: gpus.update({threading.get_ident(): index}))
-    return gpus
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current().device.index)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.update({threading.get_ident(): stream}))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=int, synchronize=int))
+    yield streams
+    second_stream.cache_clear()
 
 
 def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
@@ -279,17 +293,20 @@ def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
 
 @pytest.mark.fast
 def test_calls_and_threads_are_on_their_gpu(chosen):
+    """A call with a limit is on the stream of its thread, the rewards of a rollout on one of their own."""
     assert within(60, "it", torch.cuda.current_device) == within(None, "it", torch.cuda.current_device) == 3
+    assert within(60, "it", torch.cuda.current_stream) is torch.cuda.current_stream()
     seen = []
     def score(images, prompts):
-        seen.append((threading.get_ident(), torch.cuda.current_device()))
+        seen.append((threading.get_ident(), torch.cuda.current_device(), torch.cuda.current_stream().name))
         return images[:, 0].mean((1, 2))
     trainer = tiny.trainer(rewards={"red": score})
     sampling.sample(trainer, trainer.prompts[:2])
-    assert {gpu for _, gpu in seen} == {3} and threading.get_ident() not in dict(seen)
+    assert {(gpu, name) for _, gpu, name in seen} == {(3, "second")}
+    assert threading.get_ident() not in {thread for thread, *_ in seen}
 
 
 def test_without_cuda_no_thread_asks_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("a GPU was asked for"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: pytest.fail("a GPU was asked for"))
     assert within(60, "it", lambda: 1) == 1

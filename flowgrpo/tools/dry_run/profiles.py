@@ -60,10 +60,11 @@ def find(config: Config, gpu: GPU, processes: int, run: Callable[[GPU], Estimate
 
 
 def digest_of(config: Config, processes: int, gpu: GPU | None = None) -> str | None:
-    """Digest of a recipe as it is resolved, its model's configuration, and the peaks of all GPUs; None for a model, or
-    a recipe's code, that is not known here."""
-    described, recipe = Path(FOLDERS.get(config.model, config.load.config or config.model)), config.yaml()
-    if ".py" in recipe:
+    """Digest of a recipe's values that are no defaults, its model's configuration, and the peaks of all GPUs; None for a
+    model, or a recipe's code, that is not known here."""
+    described = Path(FOLDERS.get(config.model, config.load.config or config.model))
+    recipe = config.model_dump(mode="json", exclude_defaults=True, exclude={"name", "output", "tracker"})
+    if ".py" in repr(recipe):
         return None
     if described.is_dir():
         model: Any = [(str(file.relative_to(described)), file.read_bytes())

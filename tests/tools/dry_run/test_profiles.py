@@ -58,4 +58,4 @@ def test_a_stored_profile_is_read_with_its_commit(tmp_path, monkeypatch):
     assert read.stored == stored["commit"] and not (tmp_path / "flowgrpo").exists()
     place = list(GPUS).index("A100")
     assert {name: phase.seconds for name, phase in read.phases.items()} == {
-        name: phase["seconds"][place] for name, phase in stored["phases"].items()}
+        name: phase["seconds"][place % len(phase["seconds"])] for name, phase in stored["phases"].items()}
