@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -20,14 +20,12 @@ from flowgrpo.data.images import Clip
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.rollout import Denoiser, EncodedPrompts, RolloutSpec
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
 
 if TYPE_CHECKING:
     from flowgrpo.methods.method import Method
-    from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
 COPIES = (1, 2)  # of the rows in one batch of the denoiser; 2 where guidance doubles it
 EXACT, HALF = 1e-5, 0.03  # largest error of rows, as a share of the largest output: in fp32, in half precision
@@ -36,6 +34,41 @@ SHARE = 0.1  # of the difference that another step or image makes: what company 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
 LARGEST, LARGEST_ROUNDED = 1e-4, 0.01  # of a state or a model output: what may differ, in fp32 and in less
+
+
+class ImagedPrompts(EncodedPrompts, Protocol):
+    """Prompts with their images, by the name of the pipeline's argument: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def inputs(self) -> dict[str, list[Any]]: ...
+
+
+P = TypeVar("P", bound=ImagedPrompts)
+
+
+class Pipeline(Denoiser[P], Protocol[P]):
+    """Policy that encodes prompts with images and runs them.
+
+    pipe: the pipeline. stock: its own scheduler. evaluations: of the denoiser so far.
+    """
+
+    pipe: Any
+    stock: Any
+    strength: float
+    guidance: float
+    evaluations: int
+
+    @property
+    def exact(self) -> float | None: ...
+
+    @property
+    def encode_prompt(self) -> Callable[[P, float], P]: ...
+
+    def run(self, task: Segment, conditioning: P, latents: torch.Tensor | None,
+            generators: list[torch.Generator] | None, x0: torch.Tensor | None = None
+            ) -> tuple[torch.Tensor, StepRecord]: ...
 
 
 # --- rows of different steps -----------------------------------------------------------------------------------------
@@ -70,7 +103,7 @@ def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tol
 
 # --- prompts with images -------------------------------------------------------------------------------------------
 
-def stay_apart(policy: PipelinePolicy, twice: Conditioning) -> bool:
+def stay_apart(policy: Pipeline[P], twice: P) -> bool:
     """Return True if a step of two prompts with separate images gives the result of each prompt alone.
 
     Some pipelines (Flux2) silently take a list for several references of one prompt.
@@ -83,7 +116,7 @@ def stay_apart(policy: PipelinePolicy, twice: Conditioning) -> bool:
     grid, timesteps = make_grid("shifted", 2, 1.0, policy.stock, policy.strength)
     task = Segment(grid, range(1), timesteps=timesteps)
 
-    def step(conditioning: Conditioning) -> torch.Tensor:
+    def step(conditioning: P) -> torch.Tensor:
         seeds = [7] * len(conditioning.prompts)
         return policy.run(task, policy.encode_prompt(conditioning, policy.guidance), None, policy.generators(seeds))[0]
 
@@ -108,7 +141,7 @@ def other(image: Any) -> Any:
 
 # --- the middle of the loop ------------------------------------------------------------------------------------------
 
-def require_middle(policy: PipelinePolicy, conditioning: Conditioning, segments: bool = True) -> None:
+def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) -> None:
     """Raise UserError if a pipeline's second step differs when a call starts with it.
 
     conditioning: of one prompt or more, of which the first is asked with. segments: whether calls go on from where
@@ -140,7 +173,7 @@ def goes_on(method: Method, explorations: Sequence[RolloutSpec]) -> bool:
                                                for exploration in explorations)
 
 
-def _task(policy: PipelinePolicy, steps: range) -> Segment:
+def _task(policy: Pipeline[Any], steps: range) -> Segment:
     """Return a task of three steps whose second one records its state and, as its mean, the model output."""
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
@@ -148,7 +181,7 @@ def _task(policy: PipelinePolicy, steps: range) -> Segment:
                    generators=policy.generators([SEED]), timesteps=timesteps)
 
 
-def _run(policy: PipelinePolicy, row: Conditioning, steps: range, x: torch.Tensor | None = None,
+def _run(policy: Pipeline[P], row: P, steps: range, x: torch.Tensor | None = None,
          x0: torch.Tensor | None = None) -> StepRecord:
     with torch.no_grad():
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
@@ -164,11 +197,11 @@ def _off(one: torch.Tensor, two: torch.Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _most(policy: PipelinePolicy) -> float:
+def _most(policy: Pipeline[Any]) -> float:
     return LARGEST if policy.exact else LARGEST_ROUNDED
 
 
-def few_steps(policy: PipelinePolicy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def few_steps(policy: Pipeline[Any], steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a sigma grid of that many steps and its timesteps, also if the pipeline's strength omits the first."""
     whole = next(n for n in itertools.count(steps) if int(n * policy.strength) == steps)
     return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)

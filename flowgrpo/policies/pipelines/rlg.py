@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,8 +20,6 @@ from flowgrpo.types import wide
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
-
-    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
 Forward = Callable[..., Any]
 READS = ("in_channels", "joint_attention_dim", "cross_attention_dim", "pooled_projection_dim", "caption_channels")
@@ -130,11 +128,20 @@ class Branches:
                 self.pipe.register_modules(**tuned)
 
 
+class Taught(Protocol):
+    """Pipeline policy whose denoisers can be replaced."""
+
+    denoisers: dict[str, torch.nn.Module]
+    device: torch.device
+    precision: str
+    stock: Any
+
+
 class Teachers:
     """Teachers of a pipeline by name, a directory or a hub id, each loaded at its first use; their text encoders are
     not: they read the policy's embeddings."""
 
-    def __init__(self, policy: PipelinePolicy):
+    def __init__(self, policy: Taught):
         self.policy = policy
         self.known: dict[str, dict[str, torch.nn.Module]] = {}
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-import flowgrpo
 from flowgrpo.config.schema import Config
 from flowgrpo.gpus import GPU, GPUS
 from flowgrpo.published import LANGUAGE, MODELS
@@ -60,8 +59,8 @@ def find(config: Config, gpu: GPU, processes: int, run: Callable[[GPU], Estimate
 
 
 def digest_of(config: Config, processes: int, gpu: GPU | None = None) -> str | None:
-    """Digest of a recipe's values that are no defaults, its model's configuration, and the peaks of all GPUs; None for a
-    model, or a recipe's code, that is not known here."""
+    """Digest of a recipe's values that are no defaults, its model's configuration, and the peaks of all GPUs; None for
+    a model, or a recipe's code, that is not known here."""
     described = Path(FOLDERS.get(config.model, config.load.config or config.model))
     recipe = config.model_dump(mode="json", exclude_defaults=True, exclude={"name", "output", "tracker"})
     if ".py" in repr(recipe):
@@ -83,7 +82,7 @@ def packaged() -> dict[str, dict[str, Any]]:
 def _cached(digest: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Profile from the cache of this user, which it is put into; a damaged or closed cache is not used. Other sources
     or versions of packages make another profile."""
-    root = Path(flowgrpo.__file__).parent
+    root = Path(__file__).parents[2]
     sources = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(root.rglob("*.py"))]
     key = hashlib.sha256(repr([digest, sources, [version(name) for name in (
         "torch", "diffusers", "transformers", "peft")]]).encode()).hexdigest()
