@@ -6,6 +6,7 @@ from datetime import date
 
 import dry_run_profiles
 import pytest
+import recipe_table
 
 from flowgrpo.config import load
 from flowgrpo.gpus import GPUS
@@ -17,8 +18,8 @@ STORED = profiles.packaged()
 
 
 def test_stored_counts_are_of_recipes_as_they_stand():
-    changed = {found["recipe"] for digest, found in STORED.items()
-               if digest not in dry_run_profiles.runs(found["recipe"])}
+    wanted = {digest: name for name in recipe_table.names() for digest in dry_run_profiles.runs(name)}
+    changed = {wanted.get(digest) or STORED[digest]["recipe"] for digest in wanted.keys() ^ STORED.keys()}
     assert not changed, f"these recipes, models or GPUs changed: {RENEW} {' '.join(sorted(changed))}"
 
 
