@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from flowgrpo import rewards
 from flowgrpo.contrib.taste import loop, session
@@ -17,8 +17,10 @@ from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, head_rewards
 from flowgrpo.contrib.taste.votes import SKIP, TIE, VoteLog
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError
+from flowgrpo.export import export
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux, z_image
+from flowgrpo.tools.check.tiny.unets import sdxl
 from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
@@ -73,7 +75,6 @@ def sat(config, votes: int, resume: bool = False, evidence: float = 1e-9, sees: 
 
 
 def weights_of(config) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
     last = [*checkpoints(config.folder / "checkpoints").values()][-1]
     return {key: value for key, value in load_file(last / "state.safetensors").items() if key.startswith("weights/")}
 
@@ -197,16 +198,31 @@ def test_what_a_session_leaves(model, tmp_path, capsys):
     assert len(list((of.folder / FEATURES).glob("*.safetensors"))) == 5  # of batches 0 to 4
 
 
-@pytest.mark.parametrize("make, call", [(flux, FLUX_CALL), (tiny.sd15, {})], ids=["flow", "noise prediction"])
-def test_other_models_by_the_defaults_of_the_command(make, call, model, tmp_path, monkeypatch):
-    """Micro-batch and learning rate are found; the model's own steps are trained."""
+def unshifted(pipe):
+    """The pipeline with an autoencoder that has no shift, as Stable Diffusion's."""
+    pipe.vae.register_to_config(shift_factor=0.0)
+    return pipe
+
+
+@pytest.mark.parametrize("name, make, call", [
+    ("FLUX.1-schnell", flux, FLUX_CALL), ("sd-turbo", lambda: unshifted(tiny.sd15()), {}),
+    ("sdxl-turbo", lambda: unshifted(sdxl()), {}), ("Z-Image-Turbo", lambda: z_image()[0], FLUX_CALL)])
+def test_other_models_by_the_defaults_of_the_command(name, make, call, model, tmp_path, monkeypatch):
+    """Micro-batch and learning rate are found; the model's own steps are trained, and the file for ComfyUI is whole."""
     monkeypatch.chdir(tmp_path)
-    folder = tiny.save(make(), tmp_path / "pipe")
-    small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "image.call": call}
+    folder = tiny.save(make(), tmp_path / name)
+    small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "image.call": call,
+             "eval.prompts": 2, "eval.grid": 1}
     of = session.session_config(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
     assert sat(of, 4) == 2
     lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines)
+    session.finish(of, VoteLog(of.folder / VOTES), 4)
+    trained = load_file(of.folder / "pytorch_lora_weights.safetensors")
+    for file in export.lora(of.folder, tmp_path / "lora.safetensors"):
+        written = load_file(file)
+        assert written and all(value.isfinite().all() for value in written.values())
+    assert any(value.any() for key, value in trained.items() if "lora_B" in key or "lora.up" in key)
 
 
 def test_a_session_without_a_whole_batch_leaves_its_votes(model, tmp_path):
