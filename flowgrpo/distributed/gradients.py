@@ -16,7 +16,12 @@ BUCKET = 25 * 2**20  # bytes of a call, as of DDP's
 
 
 class GradientSum:
-    """Sum in one call behind the backward."""
+    """Sum in one call behind the backward.
+
+    once: shards are reduced in a step's last backward alone; a resumed run goes on with it. None: not decided.
+    """
+
+    once: bool | None = None
 
     def __init__(self, processes: Processes, parameters: Sequence[torch.nn.Parameter]):
         self.processes, self.parameters = processes, list(parameters)

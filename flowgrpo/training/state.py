@@ -33,7 +33,7 @@ LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written w
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 # Counters of a checkpoint, with the attribute of the run that has each.
 COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optimization.skipped",
-            checkpoint.UNSTEADY: "optimization.unsteady",
+            checkpoint.UNSTEADY: "optimization.unsteady", "reduces_once": "optimization.gradients.once",
             "sampled": "progress.sampled", "seconds": "progress.seconds",
             "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due"}
 SAMPLING = ("rollout_evaluations", "saved_evaluations")

@@ -154,14 +154,13 @@ def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole
 
 class SumOnce(GradientSum):
     """Gradients of one sharded denoiser that stay whole until a step's last backward, where memory allows: each block
-    is reduced once a step. The first step reduces all in every backward, and shows the memory that is left. So does one
-    in which processes make different calls, of which some may have no last backward.
+    is reduced once a step. A run's first step reduces all in every backward, and shows the memory that is left. So does
+    one in which processes make different calls, of which some may have no last backward.
     """
 
     def __init__(self, processes: Processes, parameters: Sequence[torch.nn.Parameter], denoiser: torch.nn.Module):
         super().__init__(processes, parameters)
         self.denoiser: Any = denoiser
-        self.once: bool | None = None  # None before the first step
         self._reduces = True
 
     def before_backward(self, last: bool) -> None:
