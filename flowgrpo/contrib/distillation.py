@@ -200,9 +200,10 @@ class MatchedStudent(Extension):
         for step in steps:
             for number in range(self.part.updates):
                 with trainer.clock("update"):
-                    for turn in range(self.part.fake_updates):
-                        trainer.with_oom_retry(partial(self._gradient, self.fake, turn), "update")
-                        self.fake.step()
+                    with self.policy.text_once():
+                        for turn in range(self.part.fake_updates):
+                            trainer.with_oom_retry(partial(self._gradient, self.fake, turn), "update")
+                            self.fake.step()
                     if self.surrogate is not None and trainer.processes.any(bool(self.groups)):
                         trainer.with_oom_retry(partial(self._gradient, self.surrogate), "update")
                         self.surrogate.step()
@@ -216,9 +217,10 @@ class MatchedStudent(Extension):
 
         Text encoders that the teacher reads too get none: the match compares what is drawn of one embedding.
         """
-        apart = [value for key, value in self.policy.weights.named.items() if key.startswith(ENCODER)
-                 ] if self.part.text == "student" else []
-        kept = [None if value.grad is None else value.grad.clone() for value in apart]
+        with self.policy.text_once() if self.part.text == "student" else contextlib.nullcontext():
+            self._match(update)
+
+    def _match(self, update: int) -> None:
         for chunk in self._chunks(STUDENT, update):
             encoded, k = self.conditioning.rows(chunk.states.prompts), chunk.time
             spec, t = unwrap(self.spec), chunk.times.grid[k].item()
@@ -250,8 +252,6 @@ class MatchedStudent(Extension):
                 value = self.trainer.scoring.value(self.own, chunk.states.prompts, images)
                 loss = loss - self.part.ascent * value.sum()
             self.trainer.optimization.backward(loss / self._divisor)
-        for value, gradient in zip(apart, kept):
-            value.grad = gradient
 
     def _gradient(self, learner: Learner, turn: int = 0) -> None:
         """Set the gradient of the fake score or the surrogate, without those of the student."""

@@ -276,6 +276,24 @@ def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
         assert any(value.grad.any() for value in spent.live.values())
 
 
+def test_text_once_encodes_each_prompt_once_and_gives_the_same_outputs_without_the_encoders_gradient():
+    made, spent = trainer("dmd2", SMALL | {"adapted": {"encoders": True}}, adapter__encoder_targets=["q_proj"])
+    spent.on_drawn(loop.draw(made))
+    of, spec, encoders = spent.states[1], spent.spec, []
+    made.policy.pipe.text_encoder.register_forward_hook(lambda *_: encoders.append(1))
+    given = made.policy.replay(spent.conditioning.rows(of.prompts), of.x, spec.grid, 1, spec.timesteps)
+    alone, prompts = len(encoders), len(of.prompts.unique())
+    assert alone % prompts == 0
+    with made.policy.text_once():
+        for turn in range(3):
+            again = made.policy.replay(spent.conditioning.rows(of.prompts), of.x, spec.grid, 1, spec.timesteps)
+            assert torch.equal(again, given) and len(encoders) == 2 * alone
+    again.sum().backward()
+    assert not any(value.grad is not None for key, value in made.policy.weights.named.items() if key not in spent.live)
+    made.policy.replay(spent.conditioning.rows(of.prompts), of.x, spec.grid, 1, spec.timesteps)
+    assert len(encoders) == 3 * alone
+
+
 def test_micro_batches_change_no_batch():
     made, spent = trainer()
     spent.on_drawn(loop.draw(made))

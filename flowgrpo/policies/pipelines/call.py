@@ -498,6 +498,7 @@ class EncodePrompt:
         # Some are written to run without gradients.
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
         self.one_per_call: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
+        self.kept: dict[tuple[Any, ...], Conditioning] | None = None  # encoded by `anew` within `PipelinePolicy.text_once`
         self._shared: tuple[tuple[bool, ...], ...] = ()
         self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of images
         self._bare = False
@@ -547,9 +548,15 @@ class EncodePrompt:
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
-        plain = plain.rows(torch.tensor(list(first.values())))
-        parts = [self(row, guidance) for row in plain.each()]
-        if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
+        if (kept := self.kept) is not None:
+            with torch.no_grad():
+                for row, place in first.items():
+                    if row not in kept:
+                        kept[row] = self(plain.rows(torch.tensor([place])), guidance)
+            parts = [kept[row] for row in first]
+        else:
+            parts = [self(row, guidance) for row in plain.rows(torch.tensor(list(first.values()))).each()]
+        if torch.is_grad_enabled() and kept is None and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}

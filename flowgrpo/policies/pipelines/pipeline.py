@@ -354,6 +354,15 @@ class PipelinePolicy:
         return self.driver(conditioning, task, guidance, **options)
 
     @contextlib.contextmanager
+    def text_once(self) -> Iterator[None]:
+        """Context manager: replays encode each prompt once, without gradients of trained text encoders."""
+        self.encode_prompt.kept = {}
+        try:
+            yield
+        finally:
+            self.encode_prompt.kept = None
+
+    @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
         """Context manager: the denoiser is the base model, or the average of the snapshots `held`.
 
