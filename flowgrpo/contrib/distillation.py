@@ -130,6 +130,7 @@ class MatchedStudent(Extension):
         self.part, self.policy = unwrap(trainer.method.loss.distil), cast(PipelinePolicy, trainer.policy)
         self.live = denoiser_weights(self.policy.weights.named)
         betas = trainer.config.train.betas
+        self.policy.weights.lr_shares |= dict.fromkeys(self.live.values(), self.part.lr_share)
         self.fake = Learner(self.live, self.part.fake_lr, betas)
         self.surrogate = Learner(self.live, self.part.surrogate_lr, betas) if isinstance(
             self.part, RewardedMatching) else None

@@ -48,6 +48,7 @@ class DistributionMatching:
     times: when they are noised, one after the other; DMD2 draws them evenly from 0.02 to 0.98.
     scale: the teacher's guidance; fake score and student have the run's.
     updates: optimizer steps for each of the method's own; those after the first have this loss alone.
+    lr_share: learning rate of the denoisers' LoRA, as a share of train.lr, which text encoders keep.
     fake_updates: steps of the fake score before each optimizer step (DMD2's two time scales: 5).
     fake_lr: its learning rate.
     text: text encoders that the teacher reads where they are trained: the "base"'s, or the "student"'s, so that
@@ -62,6 +63,7 @@ class DistributionMatching:
     times: Times = Stratified(8, 0.02, 0.98)
     scale: float = 1.0
     updates: Annotated[int, AtLeast(1)] = 1
+    lr_share: Annotated[float, Above(0)] = 1.0
     fake_updates: Annotated[int, AtLeast(1)] = 5
     fake_lr: Annotated[float, Above(0)] = 1e-3
     text: Literal["base", "student"] = "base"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,21 +64,24 @@ def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> Divisor:
     return Divisor(sum(map(reduction.count, masks)) + left_out, sum(int(mask.sum()) for mask in masks))
 
 
-def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter],
+                   shares: Mapping[torch.nn.Parameter, float] = MappingProxyType({})) -> torch.optim.Optimizer:
     """AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861, bitsandbytes).
     Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
+    shares: of the learning rate; 1 for others.
     Raises UserError without parameters."""
     if not parameters:
         raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
                         "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
     options: dict[str, Any] = {"lr": train.first_lr, "betas": train.betas, "eps": train.eps,
                                "weight_decay": train.weight_decay}
+    # One kernel takes either sharded tensors or whole ones.
+    groups = [{"params": list(alike), "share": share} for (_, share), alike in groupby(
+        parameters, lambda each: (is_shard(each), shares.get(each, 1.0)))]
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(parameters, **options)
-    # One kernel takes either sharded tensors or whole ones.
-    groups = [{"params": list(alike)} for _, alike in groupby(parameters, is_shard)]
+        return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, fused=parameters[0].device.type == "cuda", **options)
 
 
@@ -141,7 +145,7 @@ class Optimization:
         self.policy = policy
         self.parameters = policy.weights.parameters()
         self.gradients = gradient_sum(config, policy, processes, alone)
-        self.optimizer = make_optimizer(config.train, self.parameters)
+        self.optimizer = make_optimizer(config.train, self.parameters, policy.weights.lr_shares)
         # The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the
         # gradients down again. If they overflow, the step is skipped and the scale halved.
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=config.precision == "fp16")
@@ -181,7 +185,8 @@ class Optimization:
             self.scaler.update()
             return norm
         for group in self.optimizer.param_groups:
-            group["lr"] = self.scale * train.first_lr * rate(self.update - self.unscheduled, self.total_updates, train)
+            group["lr"] = group["share"] * self.scale * train.first_lr * rate(
+                self.update - self.unscheduled, self.total_updates, train)
         self.update += 1
         if has_gradients:
             self._step()

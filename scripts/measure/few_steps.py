@@ -41,7 +41,8 @@ from flowgrpo.starter import CALL
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_4steps.yaml"
 DEMO = Path(__file__).parents[2] / "configs" / "starter.yaml"
-ALONE = ["--method=dmd2", "--reward=scene", "--parts={distil: {updates: 4, fake_updates: 2, fake_lr: 2e-3}}"]
+ALONE = ["--method=dmd2", "--reward=scene", "--parts={distil: {updates: 4, fake_updates: 2, fake_lr: 2e-3}}",
+         "--train.epochs=50", "--train.group=16", "--train.micro_batch=64", "--train.lr=2e-3"]
 # By arm: the runs that follow on each other, as (name, recipe, options, what starts from the run before).
 ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "base": [],

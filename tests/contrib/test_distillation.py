@@ -294,6 +294,32 @@ def test_text_once_encodes_each_prompt_once_and_gives_the_same_outputs_without_t
     assert len(encoders) == 3 * alone
 
 
+def test_the_student_has_a_share_of_the_learning_rate_and_resumes_with_it(tmp_path):
+    """The first step of AdamW moves a weight by its rate: lr 1e-2 for an encoder, a quarter of it for the student."""
+    parts = {"distil": SMALL["distil"] | {"updates": 1, "lr_share": 0.25}, "adapted": {"encoders": True}}
+
+    def made():
+        return trainer("dmdr", parts, adapter__encoder_targets=["q_proj"], train__epochs=4)
+
+    (one, spent), (two, _) = made(), made()
+    before = copies(one.policy.weights.named)
+    one.run_epoch()
+    moved = {key: (value - before[key]).abs().max().item() for key, value in one.policy.weights.named.items()
+             if ".lora_B." in key}
+    assert {key in spent.live for key, size in moved.items() if size > 0} == {True, False}
+    for key, size in moved.items():
+        assert size == pytest.approx(0 if size == 0 else 2.5e-3 if key in spent.live else 1e-2, rel=1e-3)
+    one.epoch = 1
+    one.progress.saved_counters = state.counters(one)
+    state.save(one, tmp_path)
+    [saved] = (tmp_path / "checkpoints").iterdir()
+    state.restore(two, saved)
+    for each in (one, two):
+        each.epoch = 1
+        each.run_epoch()
+    assert same(one.policy.weights.named, two.policy.weights.named)
+
+
 def test_micro_batches_change_no_batch():
     made, spent = trainer()
     spent.on_drawn(loop.draw(made))

@@ -65,6 +65,7 @@ class TrainableWeights:
             else:
                 (module.float() if unsharded else module).requires_grad_(True)
         self.named: dict[str, torch.nn.Parameter] = {}
+        self.lr_shares: dict[torch.nn.Parameter, float] = {}  # of the learning rate, 1 for others
         self.added: dict[str, torch.nn.Module] = {}
         self.first: dict[str, torch.Tensor] = {}  # of the parameters that no adapter can switch off, on the CPU
         if adapter.rank or unsharded:
