@@ -205,6 +205,8 @@ def test_balanced_questions_are_those_that_the_image_answers():
     asked = [sample_question(seen, dice) for _ in range(600)]
     assert all(read_question(question)[1](seen) == answer for question, answer in asked)
     assert {read_question(sample_question(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
+    with pytest.raises(ValueError, match="no question 'where' about"):
+        sample_question([Thing("star", "red", (8, 8))], dice, "where")
     kinds = [read_question(question)[0] for question, _ in asked]
     assert kinds.count("exists") == pytest.approx(600 * 2 / 7, abs=50)  # of plain and of coloured shapes
     assert all(kinds.count(kind) == pytest.approx(600 / 7, abs=40) for kind in ("total", "count", "colour", "where",

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative
+from flowgrpo.contrib.guard import fell
 from flowgrpo.contrib.questions.questions import Question, of_prompt
 from flowgrpo.contrib.questions.scene_answers import sample_question, things
 from flowgrpo.data.prompts import Prompt
@@ -26,12 +28,16 @@ from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.rollouts.data_losses import DataLosses, Example, condition_prompt, seed_of
 from flowgrpo.starter import lattice, scenes
+from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 
 OWN = "self_answers"  # the reward by these answers
 GREY = 0.5
 ASKED = 2  # scenes of each held-out prompt, with a question about each
 TOGETHER = 64  # questions that are read at once where nothing is trained
+AGREEMENT = "agreement"
+WINDOW = 10  # epochs
+FALSE_ALARMS = 0.01  # probability of a warning without a cause in a run
 MILLIONTHS = 10**6  # a share is summed over processes in whole numbers
 _READERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -208,6 +214,12 @@ def policy_gradient(logp: Tensor, right: Tensor) -> Tensor:
 
 # --- what is held out ------------------------------------------------------------------------------------------------
 
+def agreement(own: Tensor, checked: Tensor) -> Tensor:
+    """Share [P] of each group's samples [P,G] on which two rewards agree: both are 1, or neither. NaN: of none."""
+    found = ((own >= 1) == (checked >= 1)).float()
+    return found.where(~(own.isnan() | checked.isnan()), torch.nan).nanmean(1)
+
+
 class HeldOutAnswers(Extension):
     """Answers about held-out images, with the images shown and hidden, and the imbalance of both tasks.
 
@@ -216,10 +228,19 @@ class HeldOutAnswers(Extension):
     starter's world its empty ground, since a grey image is of another world. The imbalance is the difference of the
     images' first reward and the answers' share. The formula is ours: UniRL (2505.23380) names a metric of imbalance,
     and no source has it.
+
+    A model whose own answers are a reward learns to please itself. With another reward, the checker, the run shows how
+    often both agree: on each epoch's samples where the checker is trained on or has the weight 0, and on held-out
+    images, where `eval.stop` can read it. Every WINDOW epochs it warns if they agree less than at first.
+    agreed: of each group so far, by epoch.
     """
+
+    name = "held_out_answers"
+    judges = (AGREEMENT,)
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
+        self.agreed: list[list[float]] = []
         part = trainer.method.loss.data
         self.part = part if isinstance(part, SelfAnswers) else SelfAnswers()
         self.found: list[Metrics] = []
@@ -229,6 +250,47 @@ class HeldOutAnswers(Extension):
         if {*setup.config.trained} == {OWN} and not setup.config.extra_rewards:
             raise UserError(f"reward {OWN!r} is the model's judgement of itself, which can rise while the images get "
                             "worse: add another reward, or a checker to eval.rewards")
+        if setup.config.eval.stop and setup.config.eval.stop.reward == AGREEMENT and not (
+                OWN in setup.measured and len(setup.measured) > 1):
+            raise UserError(f"eval.stop reads {AGREEMENT!r}, which compares the reward {OWN!r} with a checker: got "
+                            f"{', '.join(setup.measured)}, expected both")
+
+    def _compared(self, measured: Iterable[str]) -> list[str]:
+        """Names of the model's own judgement and of the checker: the first other reward; empty without both."""
+        names = [*measured]
+        return [OWN, next(name for name in names if name != OWN)] if OWN in names and len(names) > 1 else []
+
+    def on_credited(self, epoch: Epoch) -> None:
+        names = [*self.trainer.scoring.functions]
+        if pair := self._compared(names):
+            scores = epoch.groups.prompts_and_scores()[1]
+            own, checked = (scores[..., names.index(name)] for name in pair)
+            self.agreed.append([share for share in agreement(own, checked).tolist() if share == share])
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        if not self.agreed or not self.agreed[-1]:
+            return {}
+        count, trainer = len(self.agreed), self.trainer
+        first, now = (list(chain(*epochs)) for epochs in (self.agreed[:WINDOW], self.agreed[-WINDOW:]))
+        level = FALSE_ALARMS * WINDOW / trainer.config.train.epochs
+        if count % WINDOW == 0 and count > WINDOW and fell(first, now, level):
+            checker = self._compared(trainer.scoring.functions)[1]
+            trainer.log(f"epoch {trainer.epoch + 1}: the model's own answers and {checker} agree about "
+                        f"{np.mean(now):.2f} of the samples, at first about {np.mean(first):.2f}: the model learns to "
+                        "please itself, so look at its images; eval.stop can end such a run")
+        return {"answers/agreement": float(np.mean(self.agreed[-1]))}
+
+    def judge(self, measured: Measured) -> Metrics:
+        if not (pair := self._compared(measured.scores)):
+            return {}
+        own, checked = (torch.tensor(measured.scores[name])[None] for name in pair)
+        return {AGREEMENT: agreement(own, checked).item()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {"agreed": self.agreed}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self.agreed = values.get("agreed", [])
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         with self.trainer.policy.reference():

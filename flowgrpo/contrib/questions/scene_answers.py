@@ -114,13 +114,16 @@ def sample_question(seen: Things, dice: random.Random, only: str = "") -> tuple[
     """Question about an image, and its right answer: kinds are equally likely, then the answers that occur, then the
     questions with that answer. So neither a kind nor its usual answer tells much without the image.
 
-    only: what the names of the kinds to ask begin with."""
+    only: what the names of the kinds to ask begin with. Raises ValueError where none of them has an answer."""
     kinds = {name: asked for name, asked in by_kind().items() if name.startswith(only)}
-    while True:
+    unanswered: set[str] = set()
+    while len(unanswered) < len(kinds):
         of: dict[str, list[str]] = {}
-        for question, answer in kinds[dice.choice(list(kinds))]:
+        for question, answer in kinds[kind := dice.choice(list(kinds))]:
             if (said := answer(seen)) is not None:
                 of.setdefault(said, []).append(question)
         if of:
             said = dice.choice(sorted(of))
             return dice.choice(of[said]), said
+        unanswered.add(kind)
+    raise ValueError(f"no question {only!r} about {seen} has an answer")

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -256,6 +257,53 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch
     watch.on_measured(Measured([Prompt("a star"), Prompt("two rings")], {"bright": [1.0, 0.0]}, torch.empty(0)))
     assert asked_about[2] == ["a star", "two rings"] * 2
     assert "HeldOutAnswers" not in loop.names(trainer("grpo", parts={}))
+
+
+def test_the_agreement_of_own_answers_with_a_checker_by_hand():
+    """Of four samples both say 1 twice and neither says it once; a sample without a score counts in neither."""
+    nan = float("nan")
+    own = torch.tensor([[1.0, 1.0, 0.5, 1.0], [1.0, nan, 0.0, 0.0], [nan, nan, nan, nan]])
+    checked = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, nan, 0.9], [1.0, 1.0, 1.0, 1.0]])
+    torch.testing.assert_close(answer_losses.agreement(own, checked), torch.tensor([0.75, 0.5, nan]), equal_nan=True)
+
+
+def watched(**options):
+    rewards = {"self_answers": {"args": {"length": 2}}, "bright": {"weight": 0.0}}
+    settings = config(reward=rewards, **{"train.epochs": 40} | options)
+    torch.manual_seed(0)
+    own = tiny_text.stir(tiny.drawing(guidance=1.0, shown=1.0, rank=0, answers=True), 0.02)
+    made = Trainer(settings, Accelerator(cpu=True), own, {
+        "self_answers": composed(length=2)["self_answers"], "bright": bright}, (ASKED, ASKED[:1]))
+    return made, loop.extension(made, "HeldOutAnswers")
+
+
+def test_epochs_show_the_agreement_and_warn_when_it_falls():
+    made, watch = watched()
+    told = []
+    made.log = told.append
+    metrics = made.run_epoch()
+    assert metrics["answers/agreement"] == pytest.approx(np.mean(watch.agreed[0])) and len(watch.agreed[0]) == 3
+    watch.agreed, rng = [], np.random.default_rng(0)
+    for mean, warned in ((0.9, False), (0.9, False), (0.6, True)):
+        watch.agreed += (mean + 0.1 * rng.standard_normal((10, 3))).tolist()
+        watch.on_trained(None)
+        assert bool(told) == warned, told
+    first, now = (np.mean(watch.agreed[rows]) for rows in (slice(10), slice(-10, None)))
+    assert f"and bright agree about {now:.2f} of the samples, at first about {first:.2f}" in told[0]
+    assert watch.judge(Measured(ASKED, {"self_answers": [1.0, 0.0, 1.0], "bright": [1.0, 0.0, 0.5]}, torch.empty(0))) \
+        == {"agreement": pytest.approx(2 / 3)}
+    other = watched()[1]
+    other.load_state({}, watch.state()[1])
+    assert other.agreed == watch.agreed
+
+
+def test_stopping_by_the_agreement_needs_a_checker():
+    stop = {"eval.every": 1, "eval.stop": {"reward": "agreement", "patience": 2}}
+    with pytest.raises(UserError, match="compares the reward 'self_answers' with a checker: got bright, expected both"):
+        answer_losses.HeldOutAnswers.require(replace(loop.setup(config(**stop), "image_tokens"),
+                                                     measured={"bright": None}))
+    answer_losses.HeldOutAnswers.require(replace(loop.setup(config(**stop), "image_tokens"),
+                                                 measured={"self_answers": None, "bright": None}))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
