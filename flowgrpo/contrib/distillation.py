@@ -196,6 +196,9 @@ class MatchedStudent(Extension):
         The schedule counts the method's steps. Without rewards, or with a surrogate, none has parts of its own.
         """
         trainer, none = self.trainer, Divisor(0, 0)
+        if self.waits:
+            yield from steps
+            return
         alone = self.surrogate is not None or isinstance(trainer.method.credit.advantage, Unrewarded) \
             and not trainer.kl_reference.is_read
         for step in steps:
@@ -218,8 +221,12 @@ class MatchedStudent(Extension):
 
         Text encoders that the teacher reads too get none: the match compares what is drawn of one embedding.
         """
-        with self.policy.text_once() if self.part.text == "student" else contextlib.nullcontext():
-            self._match(update)
+        if not self.waits:
+            with self.policy.text_once() if self.part.text == "student" else contextlib.nullcontext():
+                self._match(update)
+        elif self.part.text == "student":
+            for value in self.live.values():
+                value.grad = None
 
     def _match(self, update: int) -> None:
         for chunk in self._chunks(STUDENT, update):
@@ -314,6 +321,11 @@ class MatchedStudent(Extension):
         output, target = wide(self.policy.replay(self.conditioning.rows(prompts), noised, times.grid, k,
                                                  times.timesteps), target)
         return (output - target).square().flatten(1).mean(1)
+
+    @property
+    def waits(self) -> bool:
+        """True before the first epoch of the match."""
+        return self.trainer.epoch < self.part.after
 
     @property
     def vp(self) -> bool:

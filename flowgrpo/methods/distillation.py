@@ -49,6 +49,8 @@ class DistributionMatching:
     scale: the teacher's guidance; fake score and student have the run's.
     updates: optimizer steps for each of the method's own; those after the first have this loss alone.
     lr_share: learning rate of the denoisers' LoRA, as a share of train.lr, which text encoders keep.
+    after: epochs before the match begins, of the reward alone. With text "student" it trains the text encoders then,
+        and the denoisers' LoRA stays as it is.
     fake_updates: steps of the fake score before each optimizer step (DMD2's two time scales: 5).
     fake_lr: its learning rate.
     text: text encoders that the teacher reads where they are trained: the "base"'s, or the "student"'s, so that
@@ -64,6 +66,7 @@ class DistributionMatching:
     scale: float = 1.0
     updates: Annotated[int, AtLeast(1)] = 1
     lr_share: Annotated[float, Above(0)] = 1.0
+    after: Annotated[int, AtLeast(0)] = 0
     fake_updates: Annotated[int, AtLeast(1)] = 5
     fake_lr: Annotated[float, Above(0)] = 1e-3
     text: Literal["base", "student"] = "base"

@@ -320,6 +320,20 @@ def test_the_student_has_a_share_of_the_learning_rate_and_resumes_with_it(tmp_pa
     assert same(one.policy.weights.named, two.policy.weights.named)
 
 
+def test_the_match_begins_after_some_epochs_and_the_reward_alone_trains_the_encoders_until_then():
+    made, spent = trainer("dmdr", {"distil": SMALL["distil"] | {"after": 1, "text": "student", "updates": 3},
+                                   "adapted": {"encoders": True}}, adapter__encoder_targets=["q_proj"])
+    before, fake = copies(made.policy.weights.named), copies(spent.fake.values)
+    metrics = made.run_epoch()
+    assert "distil/gap" not in metrics and made.optimization.update == 1
+    assert same(copies(spent.live), {key: before[key] for key in spent.live})
+    assert same(copies(spent.fake.values), fake) and not same(copies(made.policy.weights.named), before)
+    made.epoch = 1
+    assert "distil/gap" in made.run_epoch() and made.optimization.update == 4
+    assert not same(copies(spent.fake.values), fake)
+    assert not same(copies(spent.live), {key: before[key] for key in spent.live})
+
+
 def test_micro_batches_change_no_batch():
     made, spent = trainer()
     spent.on_drawn(loop.draw(made))
