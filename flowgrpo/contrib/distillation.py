@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -425,6 +425,7 @@ class MatchDryRun(DryRun):
 
     def begin(self, trainer: Any) -> None:
         of: Any = next(each for each in trainer.extensions.present if isinstance(each, MatchedStudent))
+        of.part = replace(of.part, after=0)  # an epoch with the match is the one that has to fit
 
         def once(work: Callable[..., None]) -> Callable[..., None]:
             def counted(*given: Any) -> None:

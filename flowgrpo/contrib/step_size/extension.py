@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -222,7 +222,7 @@ class StepSize(Extension):
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
         step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
-        before, after, signal = unwrap(self.reading), None, unwrap(self.signal)
+        before, after, signal = unwrap(self.reading), None, cast(Velocity | Tokens, self.signal)
 
         def measure(factor: float) -> float:
             nonlocal after

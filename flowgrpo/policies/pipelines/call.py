@@ -498,7 +498,7 @@ class EncodePrompt:
         # Some are written to run without gradients.
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
         self.one_per_call: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
-        self.kept: dict[tuple[Any, ...], Conditioning] | None = None  # encoded by `anew` within `PipelinePolicy.text_once`
+        self.kept: dict[tuple[Any, ...], Conditioning] | None = None  # within `text_once`
         self._shared: tuple[tuple[bool, ...], ...] = ()
         self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of images
         self._bare = False

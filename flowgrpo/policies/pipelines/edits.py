@@ -141,7 +141,7 @@ class EditWeights(TrainableWeights):
     """Weights of an editor's networks; their reference is their start, where no edit is made."""
 
     def __init__(self, editor: Editor):
-        self.editor, self.adapter, self.modules, self.added = editor, Adapter(rank=0), {}, {}
+        self.editor, self.adapter, self.modules, self.added, self.lr_shares = editor, Adapter(rank=0), {}, {}, {}
         self.named = dict(editor.networks.named_parameters())
         self.first = self.snapshot()
 

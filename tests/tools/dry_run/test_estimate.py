@@ -116,9 +116,9 @@ def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model)
 def test_a_match_of_distributions_is_counted_once_an_epoch(model):
     """Its states are drawn from the whole epoch, so that more prompts make the rollout longer alone, and its fake
     score's values and moments are there from the beginning."""
-    def phases(prompts, batch, rank):
+    def phases(prompts, batch, rank, **distil):
         return dry_run(config(model, method="dmd2", train__steps=4, train__prompts=prompts, adapter__rank=rank,
-                              parts__distil={"batch": batch, "fake_updates": 2})).phases
+                              parts__distil={"batch": batch, "fake_updates": 2, **distil})).phases
 
     few, many, twice = phases(4, 8, 4), phases(8, 8, 4), phases(4, 16, 4)
     assert many["rollout"].flops == 2 * few["rollout"].flops
@@ -126,6 +126,7 @@ def test_a_match_of_distributions_is_counted_once_an_epoch(model):
     assert twice["update"].flops == pytest.approx(2 * few["update"].flops, rel=0.02)
     states = many["update"].allocated - few["update"].allocated
     assert states == phases(8, 8, 16)["update"].allocated - phases(4, 8, 16)["update"].allocated > 0
+    assert phases(4, 8, 4, after=60)["update"].flops == few["update"].flops  # what has to fit is an epoch with it
 
 
 def test_costs_grow_with_prompts_but_not_of_encoders(model):
