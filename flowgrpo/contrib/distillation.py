@@ -159,6 +159,10 @@ class MatchedStudent(Extension):
             "memory.context_parallel, whose processes share every call": config.memory.context_parallel > 1,
             "parts.distil.text: student, where no text encoder is trained":
                 unwrap(setup.method.loss.distil).text == "student" and not denoising.adapted.encoders,
+            "parts.distil.after, of a method that trains nothing but the match": bool(
+                unwrap(setup.method.loss.distil).after) and (
+                    isinstance(setup.method.loss.distil, RewardedMatching)
+                    or isinstance(setup.method.credit.advantage, Unrewarded)),
             "parts.adapted.denoisers: false, so that no student is trained": not denoising.adapted.denoisers,
             "parts.progress, whose clean predictions are let go": setup.method.credit.progress is not None,
             f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learned_noise is not None,

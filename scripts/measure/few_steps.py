@@ -72,7 +72,8 @@ def policy_of(run: Path | None, steps: int) -> PipelinePolicy:
     if steps < 20:
         from diffusers import FlowMatchLCMScheduler
 
-        pipe.scheduler = FlowMatchLCMScheduler.from_config(pipe.scheduler.config, shift_terminal=1 / steps if steps > 1 else None)
+        pipe.scheduler = FlowMatchLCMScheduler.from_config(pipe.scheduler.config,
+                                                           shift_terminal=1 / steps if steps > 1 else None)
     for number, folder in enumerate([] if run is None else [*earlier(run), run]):
         pipe.load_lora_weights(folder, adapter_name=f"run{number}")
         pipe.fuse_lora(adapter_names=[f"run{number}"])

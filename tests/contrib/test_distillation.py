@@ -351,6 +351,9 @@ def test_what_does_not_go_is_refused_in_a_line():
                              ("adapter.rank: 0", {"adapter__rank": 0}),
                              ("image.sizes", {"image__sizes": [[16, 16]]}),
                              ("text: student, where no text encoder", {"parts": {"distil": {"text": "student"}}}),
+                             ("after, of a method that trains nothing but", {"parts": {"distil": {"after": 2}}}),
+                             ("after, of a method that trains nothing but",
+                              {"method": "tdm_r1", "parts": {"distil": {"after": 2}}}),
                              ("adapted.denoisers: false",
                               {"parts": SMALL | {"adapted": {"denoisers": False, "encoders": True}}})):
         settings = tiny.config(**{"method": "dmd2", "parts": SMALL, "train__steps": 4} | options)
