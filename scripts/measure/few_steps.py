@@ -3,6 +3,7 @@
     python scripts/measure/few_steps.py --output runs/few_steps                   # all arms, seeds 0, 1 and 2
     python scripts/measure/few_steps.py --output runs/few_steps --arms one --seeds 0
     python scripts/measure/few_steps.py --output runs/few_steps --picture one-seed0
+    python scripts/measure/few_steps.py --output runs/few_steps --halves one-seed0
 
 base          the starter in 4 steps
 distilled     dmd2, without a reward
@@ -162,16 +163,31 @@ def picture(output: Path, name: str) -> None:
         output / f"{name}.png")
 
 
+def halves(output: Path, name: str) -> None:
+    """Print the strict accuracy of a run's text encoders without its denoiser's LoRA, and of the whole run."""
+    from safetensors.torch import load_file, save_file
+
+    file, alone = "pytorch_lora_weights.safetensors", output / f"{name}-encoders"
+    alone.mkdir(exist_ok=True)
+    save_file({key: value for key, value in load_file(output / name / file).items() if key.startswith("text_encoder")},
+              alone / file)
+    (alone / "config.yaml").write_text((output / name / "config.yaml").read_text())
+    for run in (alone, output / name):
+        for steps in (20, 4):
+            print(f"{run.name}, {steps} steps: {measure(run, steps)['strict']:.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/few_steps"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--picture", metavar="RUN", help="only draw RUN.png, of a finished run in --output")
+    parser.add_argument("--halves", metavar="RUN", help="only measure RUN's text encoders without its other LoRA")
     args = parser.parse_args()
     args.output = args.output.absolute()
-    if args.picture:
-        picture(args.output, args.picture)
+    if args.picture or args.halves:
+        (picture if args.picture else halves)(args.output, args.picture or args.halves)
         return
     found = rows(args.output, args.arms, args.seeds)
     (args.output / "table.json").write_text(json.dumps(found, indent=2) + "\n")
