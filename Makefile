@@ -1,6 +1,7 @@
 # `make demo` aligns the starter model and shows what changed, `make test` runs the fast tests and those of what changed,
-# `make test-all` all tests, `make lint` checks style, types and prose, `make fuzz` reads hostile inputs for ten minutes,
-# `make docs` builds the site into site/.
+# `make test-all` all tests, `make gates` trains every recipe for three epochs at full width and few blocks, an hour of one
+# core, `make lint` checks style, types and prose, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds
+# the site into site/.
 #
 # They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
 # environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions;
@@ -33,7 +34,7 @@ SERVERS = $(if $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/open
 # Request classes of SGLang's wheel, where it can be fetched: unpacked without the packages that it needs to serve.
 export FLOWGRPO_SGLANG := $(VENV)/sglang
 
-.PHONY: demo test test-all lint fuzz docs lock ends release
+.PHONY: demo test test-all gates lint fuzz docs lock ends release
 demo: $(VENV)/installed
 	$(BIN)/python -m flowgrpo demo
 
@@ -51,6 +52,10 @@ test-all: $(VENV)/tested-all
 
 fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
+
+# `make gates GATES="sdxl_24gb sana"` trains these recipes.
+gates: $(VENV)/tested
+	$(BIN)/python scripts/measure/gates.py $(GATES)
 
 docs: $(VENV)/documented
 	NO_MKDOCS_2_WARNING=1 FLOWGRPO_URL=$(URL) $(BIN)/python -m mkdocs build --quiet

@@ -20,8 +20,8 @@ import torch
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<boi>", "<eoi>", "<unk>"]
 WORDS = "a an red green blue circle square star of photo picture and two".split()
-TEMPLATE = ("{{ bos_token }}{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == "
-            "'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}")
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}{% for part in message['content'] %}"
+            "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}")
 REWARD = "def bright(images, prompts):\n    return images.mean((1, 2, 3)).tolist()\n"
 STOCK = """
 import sys, torch
