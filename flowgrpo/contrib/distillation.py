@@ -1,47 +1,42 @@
 """Distillation beside a method: a student of few steps is held to the distribution of its base (`parts.distil`).
 
-Student, fake score and teacher are one copy of the denoiser. The student is the LoRA that is trained. The fake score is
-a second set of values of the same LoRA, with an optimizer of its own, which is put in place for its forwards. The
-teacher is the base model, without the LoRA.
+The fake score is a second set of values of the student's LoRA, with an optimizer of its own, which is put in place for
+its forwards.
 
 Each optimizer step has this order. The fake score learns the samples that the epoch drew, by the denoising loss, and so
 does the surrogate of `RewardedMatching`, by their advantages. Then the student predicts data at states of its own
-rollout, and the difference of both scores there is added to its gradient. A method without rewards (`Unrewarded`), or
-with a surrogate of them, has no other gradient, so that its recorded steps are not replayed.
+rollout, and the difference of both scores there is added to its gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo import rewards
-from flowgrpo.advantages.baselines import Unrewarded
-from flowgrpo.config.features import DryRun
-from flowgrpo.data.prompts import Prompt
-from flowgrpo.methods import capabilities
-from flowgrpo.methods.distillation import RewardedMatching, matching_direction, preference_weights, pull
+from flowgrpo.contrib.few_steps import FewStepStudent, denoiser_weights
+from flowgrpo.methods.distillation import (
+    DistributionMatching,
+    RewardedMatching,
+    matching_direction,
+    preference_weights,
+    pull,
+)
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.policies.pipelines.call import at_guidance
-from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_files import ENCODER
-from flowgrpo.policies.weights.trainable import disable_adapters
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.kernels import predict_x0, x0_from_noise
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics, Run, Step
+from flowgrpo.training.extension import Metrics, Run
 from flowgrpo.training.memory import FULL, Measured
 from flowgrpo.types import unwrap, wide
 
@@ -57,11 +52,6 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
         for parts in phases.values():
             parts[name] = 3 * trained
         phases["update"][name] += trained
-
-
-def denoiser_weights(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """Trained weights of denoisers, by name: those of text encoders are the student's alone."""
-    return {key: value for key, value in named.items() if ".lora_" in key and not key.startswith(ENCODER)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,58 +104,29 @@ class Learner:
             checkpoint.load_optimizer(self.optimizer, kept["moments"])
 
 
-class MatchedStudent(Extension):
+class MatchedStudent(FewStepStudent):
     """Fake score of a run, and the student's gradient to the teacher's distribution.
 
     states: of this process's samples of the epoch, by step. spec: their rollout. fake, surrogate: further values of the
     LoRA; None without a learned reward. groups: of the surrogate: samples [G, *D], advantages [G] and prompts [G].
     """
 
-    name = "distil"
-    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES,
-                       capabilities.AS_LEARNED, capabilities.LORA, capabilities.WHOLE_WEIGHTS})
+    part: DistributionMatching
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.part, self.policy = unwrap(trainer.method.loss.distil), cast(PipelinePolicy, trainer.policy)
-        self.live = denoiser_weights(self.policy.weights.named)
         betas = trainer.config.train.betas
-        self.policy.weights.lr_shares |= dict.fromkeys(self.live.values(), self.part.lr_share)
         self.fake = Learner(self.live, self.part.fake_lr, betas)
         self.surrogate = Learner(self.live, self.part.surrogate_lr, betas) if isinstance(
             self.part, RewardedMatching) else None
         self.groups: list[tuple[Tensor, Tensor, Tensor]] = []
         self.states: dict[int, States] = {}
-        self.spec: RolloutSpec | None = None
-        self.conditioning: Any = None
-        self.own: list[Prompt] = []
-        self.measured: dict[str, list[Tensor]] = {"gap": [], "fake_loss": [], "surrogate_weight": []}
-
-    @classmethod
-    def require(cls, setup: Setup) -> None:
-        if unwrap(setup.method.loss.distil).ascent:
-            rewards.require_gradient(setup.trained)
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return f"parts.distil is {type(setup.method.loss.distil).__name__}"
+        self.measured = {"gap": [], "fake_loss": [], "surrogate_weight": []}
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        config, denoising = setup.config, setup.method.denoising
-        return {
-            "precision fp16, in which the fake score's gradients underflow": config.precision == "fp16",
-            "image.sizes, where states of a step differ in size": bool(config.image.sizes),
-            "memory.context_parallel, whose processes share every call": config.memory.context_parallel > 1,
-            "parts.distil.text: student, where no text encoder is trained":
-                unwrap(setup.method.loss.distil).text == "student" and not denoising.adapted.encoders,
-            "parts.distil.after, of a method that trains nothing but the match": bool(
-                unwrap(setup.method.loss.distil).after) and (
-                    isinstance(setup.method.loss.distil, RewardedMatching)
-                    or isinstance(setup.method.credit.advantage, Unrewarded)),
-            "parts.adapted.denoisers: false, so that no student is trained": not denoising.adapted.denoisers,
-            "parts.progress, whose clean predictions are let go": setup.method.credit.progress is not None,
-            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learned_noise is not None,
+        return super().conflicts(setup) | {
+            "precision fp16, in which the fake score's gradients underflow": setup.config.precision == "fp16",
             "parts.selection or groups that are split over processes, of which a surrogate needs the whole":
                 isinstance(setup.method.loss.distil, RewardedMatching) and (
                     setup.method.credit.selection is not None or setup.shape.slices > 1)}
@@ -194,45 +155,23 @@ class MatchedStudent(Extension):
                 self.groups += zip(*(values.split(size) for values in (
                     part.finals[0], part.advantages[-1], part.prompts)))
 
-    def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
-        """Train the fake score before each optimizer step, and add steps of the match alone.
+    @property
+    def alone(self) -> bool:
+        return self.surrogate is not None or super().alone
 
-        The schedule counts the method's steps. Without rewards, or with a surrogate, none has parts of its own.
-        """
-        trainer, none = self.trainer, Divisor(0, 0)
-        if self.waits:
-            yield from steps
-            return
-        alone = self.surrogate is not None or isinstance(trainer.method.credit.advantage, Unrewarded) \
-            and not trainer.kl_reference.is_read
-        for step in steps:
-            for number in range(self.part.updates):
-                with trainer.clock("update"):
-                    with self.policy.text_once():
-                        for turn in range(self.part.fake_updates):
-                            trainer.with_oom_retry(partial(self._gradient, self.fake, turn), "update")
-                            self.fake.step()
-                    if self.surrogate is not None and trainer.processes.any(bool(self.groups)):
-                        trainer.with_oom_retry(partial(self._gradient, self.surrogate), "update")
-                        self.surrogate.step()
-                before = trainer.optimization.update
-                yield ([], none) if alone or number else step
-                if number:
-                    trainer.optimization.unscheduled += trainer.optimization.update - before
+    def prepare(self) -> None:
+        """Train the fake score, then the surrogate."""
+        trainer = self.trainer
+        with self.policy.text_once():
+            for turn in range(self.part.fake_updates):
+                trainer.with_oom_retry(partial(self._gradient, self.fake, turn), "update")
+                self.fake.step()
+        if self.surrogate is not None and trainer.processes.any(bool(self.groups)):
+            trainer.with_oom_retry(partial(self._gradient, self.surrogate), "update")
+            self.surrogate.step()
 
-    def on_backward(self, update: int) -> None:
-        """Add the gradient of the match at states of the student's own rollout.
-
-        Text encoders that the teacher reads too get none: the match compares what is drawn of one embedding.
-        """
-        if not self.waits:
-            with self.policy.text_once() if self.part.text == "student" else contextlib.nullcontext():
-                self._match(update)
-        elif self.part.text == "student":
-            for value in self.live.values():
-                value.grad = None
-
-    def _match(self, update: int) -> None:
+    def match(self, update: int) -> None:
+        """Add the gradient of the match at states of the student's own rollout."""
         for chunk in self._chunks(STUDENT, update):
             encoded, k = self.conditioning.rows(chunk.states.prompts), chunk.time
             spec, t = unwrap(self.spec), chunk.times.grid[k].item()
@@ -250,20 +189,17 @@ class MatchedStudent(Extension):
             with torch.no_grad():
                 with self._teacher(update), at_guidance(self.policy, self.part.scale):
                     real = predicted()
-                with self._worn(self.fake.values):
+                with self.worn(self.fake.values):
                     direction = matching_direction(x0, real, predicted())
                 self.measured["gap"].append(direction.abs().mean())
                 if self.surrogate is not None and isinstance(self.part, RewardedMatching):
-                    with self._base():
+                    with self.base():
                         base = predicted()
-                    with self._worn(self.surrogate.values):
+                    with self.worn(self.surrogate.values):
                         direction = direction + self.part.reward * matching_direction(x0, predicted(), base)
             loss = self.part.weight * pull(x0, direction).sum()
-            if self.part.ascent:
-                images = self.policy.image(x0.to(x.dtype), encoded)
-                value = self.trainer.scoring.value(self.own, chunk.states.prompts, images)
-                loss = loss - self.part.ascent * value.sum()
-            self.trainer.optimization.backward(loss / self._divisor)
+            loss = loss - self.ascent(x0.to(x.dtype), chunk.states.prompts, encoded)
+            self.trainer.optimization.backward(loss / self.divisor)
 
     def _gradient(self, learner: Learner, turn: int = 0) -> None:
         """Set the gradient of the fake score or the surrogate, without those of the student."""
@@ -272,7 +208,7 @@ class MatchedStudent(Extension):
         try:
             for value in live.values():
                 value.grad = None
-            with self._worn(learner.values):
+            with self.worn(learner.values):
                 (self._denoise if learner is self.fake else self._prefer)(update, turn)
             self.trainer.processes.add_gradients([*self.live.values()])
             for key, value in self.live.items():
@@ -286,7 +222,7 @@ class MatchedStudent(Extension):
         total = torch.zeros((), device=self.policy.device)
         for chunk in self._chunks(FAKE, update, turn):
             errors = self._errors(chunk.states.clean, chunk.noise, chunk.states.prompts, chunk.times, chunk.time)
-            loss = errors.sum() / self._divisor
+            loss = errors.sum() / self.divisor
             self.policy.backward(loss)
             total += loss.detach()
         self.measured["fake_loss"].append(total)
@@ -294,8 +230,8 @@ class MatchedStudent(Extension):
     def _prefer(self, update: int, turn: int) -> None:
         """Add the gradient of the group preference on the samples of some groups, all noised to one time."""
         assert isinstance(self.part, RewardedMatching)
-        draw, rows = self._draws(SURROGATE, update, turn), self.trainer.geometry.micro_batch
-        count = max(self._rows // self.trainer.geometry.group, 1)
+        draw, rows = self.draws(SURROGATE, update, turn), self.trainer.geometry.micro_batch
+        count = max(self.rows // self.trainer.geometry.group, 1)
         times = self._times(update)
         for place in torch.randint(len(self.groups), (count,), generator=draw).tolist() if self.groups else ():
             samples, advantage, prompts = self.groups[place]
@@ -309,7 +245,7 @@ class MatchedStudent(Extension):
             parts = torch.arange(len(samples)).split(rows)
             with torch.no_grad():
                 now = torch.cat([errors(at) for at in parts])
-                with self._base():
+                with self.base():
                     base = torch.cat([errors(at) for at in parts])
             advantage = advantage.to(now)
             weight = preference_weights(advantage[None], now[None], base[None], self.part.beta)[0]
@@ -326,30 +262,13 @@ class MatchedStudent(Extension):
                                                  times.timesteps), target)
         return (output - target).square().flatten(1).mean(1)
 
-    @property
-    def waits(self) -> bool:
-        """True before the first epoch of the match."""
-        return self.trainer.epoch < self.part.after
-
-    @property
-    def vp(self) -> bool:
-        return self.policy.process == "vp"
-
-    @property
-    def _divisor(self) -> int:
-        return self._rows * self.trainer.processes.count
-
-    @property
-    def _rows(self) -> int:
-        return -(-self.part.batch // self.trainer.processes.count)
-
     def _data(self, x: Tensor, output: Tensor, t: float) -> Tensor:
         """Data predicted at states x [b, *D] of a time, from the model's output."""
         return x0_from_noise(x, output, t) if self.vp else predict_x0(x, output, torch.tensor(t))
 
     def _chunks(self, purpose: int, update: int, turn: int = 0) -> Iterator[Chunk]:
         """Yield the rows of a batch, in calls of one step and one time each; the steps and times come in turn."""
-        draw, steps, rows = self._draws(purpose, update, turn), [*self.states], self._rows
+        draw, steps, rows = self.draws(purpose, update, turn), [*self.states], self.rows
         count = min(rows, max(len(steps), -(-rows // self.trainer.geometry.micro_batch)))
         times = self._times(update * (self.part.fake_updates + 1)
                             + (turn if purpose == FAKE else self.part.fake_updates))
@@ -364,49 +283,22 @@ class MatchedStudent(Extension):
             yield Chunk(step, States(of.x[on], of.prompts[at], of.clean[at.to(of.clean.device)]), noise, times,
                         order[number % len(order)])
 
-    def _draws(self, purpose: int, update: int, turn: int) -> torch.Generator:
-        seeds = np.random.SeedSequence((self.trainer.config.seed, update, turn, purpose, self.trainer.processes.rank))
-        return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
-
     def _times(self, number: int) -> RolloutSpec:
         """Times of a batch as a grid, with their timesteps where the process needs them."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.vp else None
         times = self.part.times(unwrap(self.spec).grid, number, self.trainer.config.seed)
         return noised_finals.exploration(times, 1, self.trainer.method.denoising.solver, False, False, alphas)
 
-    @contextlib.contextmanager
-    def _worn(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context manager: the denoisers' LoRA has these values. A backward pass belongs inside."""
-        kept = {key: parameter.data for key, parameter in self.live.items()}
-        try:
-            for key, parameter in self.live.items():
-                parameter.data = values[key].data
-            yield
-        finally:
-            for key, parameter in self.live.items():
-                parameter.data = kept[key]
-
     def _teacher(self, update: int) -> contextlib.AbstractContextManager[Any]:
         """Context manager: the base denoisers, or their blend with the fake score."""
         part = self.part
         share = part.blend * (1 + math.cos(math.pi * min(update / part.blend_updates, 1))) / 2
-        return self._base() if share <= 0 else self._worn({key: value.data * (share if ".lora_B." in key else 1)
+        return self.base() if share <= 0 else self.worn({key: value.data * (share if ".lora_B." in key else 1)
                                                            for key, value in self.fake.values.items()})
 
-    def _base(self) -> contextlib.AbstractContextManager[Any]:
-        """Context manager: the base denoisers, with the text encoders that the teacher reads."""
-        if self.part.text == "base":
-            return self.policy.weights.base()
-        return disable_adapters([layer for key, layer in self.policy.weights.layers().items()
-                                 if not key.startswith(ENCODER)])
-
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the epoch's means over the batches of this process, and let its states go."""
-        found = {f"distil/{name}": torch.stack(values).mean().item()
-                 for name, values in self.measured.items() if values}
-        self.states, self.groups, self.conditioning, self.own = {}, [], None, []
-        self.measured = {name: [] for name in self.measured}
-        return found
+        self.states, self.groups = {}, []
+        return super().on_trained(epoch)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {f"{name}/{key}": value for name, learner in self._learners.items()
@@ -418,28 +310,16 @@ class MatchedStudent(Extension):
                           if key.startswith(f"{name}/")})
         self.trainer.optimization.unscheduled = values.get("unscheduled", 0)
 
-    @property
-    def _learners(self) -> dict[str, Learner]:
-        return {"fake": self.fake} | ({} if self.surrogate is None else {"surrogate": self.surrogate})
-
-
-class MatchDryRun(DryRun):
-    """Match of a dry run: counted once an epoch, since more prompts make no more of it, with its optimizers' moments.
-    """
-
-    def begin(self, trainer: Any) -> None:
-        of: Any = next(each for each in trainer.extensions.present if isinstance(each, MatchedStudent))
-        of.part = replace(of.part, after=0)  # an epoch with the match is the one that has to fit
-
-        def once(work: Callable[..., None]) -> Callable[..., None]:
-            def counted(*given: Any) -> None:
-                with trainer.clock("once"):
-                    work(*given)
-            return counted
-
-        for learner in of._learners.values():
+    def count_once(self, once: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Besides, make the moments of the optimizers, as after a step."""
+        super().count_once(once)
+        for learner in self._learners.values():
             for value in learner.values.values():
                 value.grad = torch.zeros_like(value)
             learner.optimizer.step()
-            learner.step = once(learner.step)
-        of._gradient, of.on_backward = once(of._gradient), once(of.on_backward)
+            learner.step = once(learner.step)  # type: ignore[method-assign]
+        self._gradient = once(self._gradient)  # type: ignore[method-assign]
+
+    @property
+    def _learners(self) -> dict[str, Learner]:
+        return {"fake": self.fake} | ({} if self.surrogate is None else {"surrogate": self.surrogate})

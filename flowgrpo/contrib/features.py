@@ -130,11 +130,16 @@ rehearsal = Feature(name="rehearsal", wanted=lambda config, method: method.loss.
                     extension="flowgrpo.contrib.rehearsal:RehearsedSamples", page="docs/credit.md")
 
 distillation = Feature(
-    name="distillation", wanted=lambda config, method: method.loss.distil,
+    name="distillation", wanted=lambda config, method: method.loss.distil and not method.loss.distil.consistent,
     extension="flowgrpo.contrib.distillation:MatchedStudent", memory="flowgrpo.contrib.distillation:add",
-    dry_run="flowgrpo.contrib.distillation:MatchDryRun",
+    dry_run="flowgrpo.contrib.few_steps:FewStepDryRun",
     page="docs/methods/other_policies.md", charts={
         "distil/gap": ("Distance of the student to its teacher", "mean size of the direction between both scores")})
+
+consistency = Feature(
+    name="consistency", wanted=lambda config, method: method.loss.distil and method.loss.distil.consistent,
+    extension="flowgrpo.contrib.consistency:ConsistentStudent", memory="flowgrpo.contrib.consistency:add",
+    dry_run="flowgrpo.contrib.few_steps:FewStepDryRun", page="docs/few_steps.md")
 
 group_replay = Feature(name="group_replay", wanted=lambda config, method: method.replay,
                        extension="flowgrpo.contrib.group_replay:ReplayedGroups", page="docs/credit.md")
@@ -249,4 +254,4 @@ sibling = Feature(
             "on/diversity": ("Diversity on the sibling", "of the sibling's own")})
 
 add(phases, engine, feature_cache, staleness, one_pass, held_out_answers, variants, rehearsal, distillation,
-    group_replay, step_size, frontier, extrapolation, guard, sibling)
+    consistency, group_replay, step_size, frontier, extrapolation, guard, sibling)

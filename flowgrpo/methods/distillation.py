@@ -10,7 +10,7 @@ the fake score, learns it by the denoising loss on the student's samples. In pre
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
@@ -36,40 +36,51 @@ def pull(x0: Tensor, direction: Tensor) -> Tensor:
     return (x0 - (x0 - direction).detach()).square().flatten(1).mean(1) / 2
 
 
-@part("distil", target="steps")
-class DistributionMatching:
-    """DMD2's loss of a student with few steps (2405.14867): `pull` along `matching_direction`, beside the method's own
-    loss, on data that the student predicts at the states of its own rollout.
+@part()
+class Distillation:
+    """A loss that draws a student of few steps to its base, the teacher, beside the method's own loss, which has
+    weight 1.
 
-    weight: of the loss; the method's own has 1.
+    weight: of the loss.
     ascent: weight of the reward itself at the predicted data, whose gradient is followed (ReFL, as in DMDR's code);
         every trained reward needs one.
-    batch: states per optimizer step, on all processes together, spread over the steps of the rollout.
-    times: when they are noised, one after the other; DMD2 draws them evenly from 0.02 to 0.98.
-    scale: the teacher's guidance; fake score and student have the run's.
+    batch: samples per optimizer step, on all processes together.
+    scale: the teacher's guidance; the student has the run's.
     updates: optimizer steps for each of the method's own; those after the first have this loss alone.
     lr_share: learning rate of the denoisers' LoRA, as a share of train.lr, which text encoders keep.
-    after: epochs before the match begins, of the reward alone. With text "student" it trains the text encoders then,
+    after: epochs before this loss begins, of the reward alone. With text "student" it trains the text encoders then,
         and the denoisers' LoRA stays as it is.
-    fake_updates: steps of the fake score before each optimizer step (DMD2's two time scales: 5).
-    fake_lr: its learning rate.
     text: text encoders that the teacher reads where they are trained: the "base"'s, or the "student"'s, so that
         rewards change what is drawn and the teacher how.
-    blend: share of the fake score in the teacher's weights, falling to 0 over `blend_updates` optimizer steps (DMDR's
-        dynamic guidance, 2511.13649: the distributions overlap from the start).
     """
+
+    consistent: ClassVar[bool] = False
 
     weight: Annotated[float, Above(0)] = 1.0
     ascent: Annotated[float, AtLeast(0)] = 0.0
     batch: Annotated[int, AtLeast(1)] = 32
-    times: Times = Stratified(8, 0.02, 0.98)
     scale: float = 1.0
     updates: Annotated[int, AtLeast(1)] = 1
     lr_share: Annotated[float, Above(0)] = 1.0
     after: Annotated[int, AtLeast(0)] = 0
+    text: Literal["base", "student"] = "base"
+
+
+@part("distil", target="steps")
+class DistributionMatching(Distillation):
+    """DMD2's loss (2405.14867): `pull` along `matching_direction`, on data that the student predicts at `batch` states
+    of its own rollout.
+
+    times: when they are noised, one after the other; DMD2 draws them evenly from 0.02 to 0.98.
+    fake_updates: steps of the fake score before each optimizer step (DMD2's two time scales: 5).
+    fake_lr: its learning rate. Its guidance is the student's.
+    blend: share of the fake score in the teacher's weights, falling to 0 over `blend_updates` optimizer steps (DMDR's
+        dynamic guidance, 2511.13649: the distributions overlap from the start).
+    """
+
+    times: Times = Stratified(8, 0.02, 0.98)
     fake_updates: Annotated[int, AtLeast(1)] = 5
     fake_lr: Annotated[float, Above(0)] = 1e-3
-    text: Literal["base", "student"] = "base"
     blend: Annotated[float, AtLeast(0, to=1)] = 0.0
     blend_updates: Annotated[int, AtLeast(1)] = 1000
 
@@ -95,3 +106,28 @@ class RewardedMatching(DistributionMatching):
 def preference_weights(advantage: Tensor, error: Tensor, base: Tensor, beta: float) -> Tensor:
     """W of each group of the errors [N, G] of a surrogate and of the base: [N, 1] (DGPO, 2510.08425)."""
     return (beta * (advantage * (error - base)).mean(1, keepdim=True)).sigmoid()
+
+
+@part("distil", target="steps", consistent=True)
+class ConsistencyDistillation(Distillation):
+    """Latent consistency distillation (2310.04378) on the run's own samples, of a flow model: Huber's loss of
+    `consistency_target` on samples noised to times of (0, 1], one in eleven at 1.
+
+    jumps: N, steps of the teacher from noise to data.
+    decay: of the average of the student's weights that says the target; from 1/10 in the first steps on.
+    delta: of Huber's loss, in velocities.
+    """
+
+    jumps: Annotated[int, AtLeast(2)] = 10
+    decay: Annotated[float, AtLeast(0, to=1)] = 0.95
+    delta: Annotated[float, Above(0)] = 0.25
+
+
+def consistency_target(v: Tensor, u: Tensor, s: float | Tensor, after: float | Tensor) -> Tensor:
+    """The student's velocity at the times s, [B, *D], by which it says the data that the average says at time `after`.
+
+    With f(x, s) = x - s u(x, s), the teacher's step x - (s - after) v and the average's velocity u there:
+    f = x - (s - after) v - after u, so that the target is ((s - after) v + after u) / s.
+    """
+    v, u = wide(v, u)
+    return ((s - after) * v + after * u) / s

@@ -13,7 +13,7 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
-from flowgrpo.methods.distillation import DistributionMatching
+from flowgrpo.methods.distillation import Distillation
 from flowgrpo.methods.parts import Kernel, Plan, Reduction, Reference, Rehearsal, Selection, Solver, StepWeight
 from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
@@ -141,7 +141,7 @@ class Loss:
     kl: the regulariser, and reference: the policy that it holds to.
     rehearsal: divergence from the base model on its own recorded samples; None: none.
     data: a supervised term beside the loss; None: none.
-    distil: the match of a few-step student's distribution with the teacher's; None: none.
+    distil: the loss that draws a few-step student to its teacher; None: none.
     """
 
     log_ratio: LogRatio = objectives.PlainRatio()
@@ -152,7 +152,7 @@ class Loss:
     reference: Reference = references.Base()
     rehearsal: Rehearsal | None = None
     data: DataLoss | None = None
-    distil: DistributionMatching | None = None
+    distil: Distillation | None = None
 
     @property
     def reads_means(self) -> bool:

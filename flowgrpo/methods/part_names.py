@@ -61,7 +61,7 @@ MODULES: dict[str, dict[str, str]] = {
     "rehearsal": {
         "contrib.rehearsal": "Rehearsal"},
     "distil": {
-        "methods.distillation": "DistributionMatching RewardedMatching"},
+        "methods.distillation": "DistributionMatching RewardedMatching ConsistencyDistillation"},
     "tuning": {
         "objectives.supervised": "LayerTuning"},
     "data": {

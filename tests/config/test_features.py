@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = [each for each in vars(ours).values() if isinstance(each, features.Feature)]
 KEYS = {f"{cls.section}.{name}".lstrip(".") for each in RECORDS for cls in each.keys for name in cls.model_fields}
 # Features that a part of the method switches on: the table of parts has their modules, and `Method` their names.
-BY_PARTS = {"variants", "rehearsal", "distillation", "group_replay", "held_out_answers"}
+BY_PARTS = {"variants", "rehearsal", "distillation", "consistency", "group_replay", "held_out_answers"}
 TABLE = "flowgrpo/training/extensions/__init__.py"  # the one table of their names
 ABOVE = ("contrib/", "serving/", "tools/bench/", "tools/vote/")  # rooms above the core
 
@@ -40,7 +40,7 @@ def test_the_core_names_no_key_module_or_class_of_a_feature():
     assert found(rf"\b({'|'.join(dotted)})\b") == []
     modules = {each.extension.removeprefix("flowgrpo.").split(":")[0] for each in RECORDS if each.name not in BY_PARTS}
     classes = {each.extension.split(":")[1] for each in RECORDS} - {"Guard", "Phases", "EngineRollouts"}  # other things
-    assert len(RECORDS) == 15 and len(modules) == 10
+    assert len(RECORDS) == 16 and len(modules) == 10
     assert found(rf"\b({'|'.join([*map(re.escape, modules), *classes])})\b") == []
     words = {"phases", "engine", "frontier", "guard", "sibling"}  # of everyday: those of a GPU, a rate, an answer
     names = {each.name for each in RECORDS} - BY_PARTS - words

@@ -101,7 +101,7 @@ def test_the_teacher_has_its_own_guidance_and_at_first_a_share_of_the_fake_score
     def scores(update):
         with spent._teacher(update), torch.no_grad():
             return made.policy.replay(spent.conditioning.rows(x.prompts), x.x, spent.spec.grid, 1)
-    with spent._base(), torch.no_grad():
+    with spent.base(), torch.no_grad():
         base = made.policy.replay(spent.conditioning.rows(x.prompts), x.x, spent.spec.grid, 1)
     # Half of the LoRA at first, a quarter in the middle of the cosine, and none at its end.
     sizes = [(scores(update) - base).norm().item() for update in (0, 2, 4, 9)]
@@ -131,7 +131,7 @@ def test_the_gradient_is_the_directions_by_a_finite_difference():
                 x = (1 - t) * x0 + t * chunk.noise
                 with made.policy.weights.base():
                     real = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
-                with spent._worn(spent.fake.values):
+                with spent.worn(spent.fake.values):
                     fake = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
                 size = (x0 - real).abs().flatten(1).mean(1)
                 directions.append((fake - real) / size[:, None, None, None])
@@ -197,9 +197,9 @@ def test_a_surrogate_learns_what_earns_more_and_draws_the_student():
         for samples, advantage, prompts in spent.groups:
             noise = torch.randn(samples.shape, generator=torch.Generator().manual_seed(3))
             with torch.no_grad():
-                with spent._base():
+                with spent.base():
                     base = spent._errors(samples, noise, prompts, times, 4)
-                with spent._worn(spent.surrogate.values):
+                with spent.worn(spent.surrogate.values):
                     total += (advantage * (base - spent._errors(samples, noise, prompts, times, 4))).mean().item()
         return total
 

@@ -49,6 +49,7 @@ IMAGE: dict[str, Options] = {
                                "kl": KL}},
     "rehearsal": {"parts": {"rehearsal": {"type": "Rehearsal", "weight": 0.1}}},
     "distillation": {"parts": {"distil": {"type": "DistributionMatching", "batch": 4, "fake_updates": 1}}},
+    "consistency": {"parts": {"distil": {"type": "ConsistencyDistillation", "batch": 4}}},
     "group_replay": {"parts": {"replay": {"type": "GroupReplay", "more": 0.5}}},
     "supervised": {"parts": {"data": {"type": "FlowMatching", "source": {"type": "PassRate", "right": 0.1,
                                                                          "failed": False, "mastered": True}}}},

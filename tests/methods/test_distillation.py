@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from flowgrpo.methods.distillation import DistributionMatching, matching_direction, preference_weights, pull
+from flowgrpo.methods.distillation import (
+    ConsistencyDistillation,
+    DistributionMatching,
+    consistency_target,
+    matching_direction,
+    preference_weights,
+    pull,
+)
 from flowgrpo.samplers.kernels import predict_x0, x0_from_noise
 from flowgrpo.samplers.noised_finals import add_noise
 from tests.helpers.tables import close, f64
@@ -98,7 +105,37 @@ def test_preference_weights_by_hand():
     close(preference_weights(advantage, errors, base, 100.0), [[1 / (1 + math.exp(2))], [0.5]], 1e-12)
 
 
+def test_consistency_targets_by_hand():
+    # ((1/2 - 1/4) v + 1/4 u) / (1/2), and v itself where the teacher's step ends at the data.
+    close(consistency_target(f64([[1.0, 0.0]]), f64([[2.0, -4.0]]), 0.5, 0.25), [[1.5, -2.0]], 1e-12)
+    close(consistency_target(f64([[1.0, 0.0]]), f64([[2.0, -4.0]]), 0.05, 0.0), [[1.0, 0.0]], 1e-12)
+
+
+def test_the_consistency_function_of_a_gaussian_is_its_own_target_but_for_the_error_of_an_euler_step():
+    """The flow of N(m, c^2) keeps z: x_s = (1-s) m + r(s) z with r^2 = (1-s)^2 c^2 + s^2, and f(x_s, s) = m + c z."""
+    m, c, z = TEACHER.loc, TEACHER.scale, f64(torch.linspace(-2, 2, 9).tolist())[:, None]
+
+    def spread(s):
+        return math.sqrt((1 - s)**2 * c**2 + s**2)
+
+    def mean_velocity(x, s):
+        return (x - m - c * (x - (1 - s) * m) / spread(s)) / s
+
+    s, errors = 0.6, []
+    x = (1 - s) * m + spread(s) * z
+    velocity = -m + ((s - 1) * c**2 + s) / spread(s) * z  # d x_s / d s
+    for jump in (0.04, 0.02, 0.01):
+        after = s - jump
+        target = consistency_target(velocity, mean_velocity(x - jump * velocity, after), s, after)
+        errors.append((target - mean_velocity(x, s)).abs().max().item())
+    assert errors[0] < 5e-3  # of second order in the jump
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1) and errors[1] / errors[2] == pytest.approx(4, rel=0.1)
+
+
 def test_fields_are_checked():
+    for wrong in ({"weight": 0.0}, {"jumps": 1}, {"decay": 1.5}, {"delta": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ConsistencyDistillation(**wrong)
     for wrong in ({"weight": 0.0}, {"batch": 0}, {"text": "tuned"}, {"blend": 1.5}, {"fake_updates": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DistributionMatching(**wrong)

@@ -23,15 +23,17 @@ REFUSED: dict[str, dict[str, str]] = {
     "image": {
         "phases_of_prompts": "staleness group_replay learned_noise guard",
         "phases_of_sizes": "staleness group_replay learned_noise supervised supervised_apart guard",
-        "two_sizes": "staleness distillation group_replay supervised supervised_apart edits learned_noise previews",
-        "staleness": "extrapolate dynamic_sampling hints expansion self_teacher distillation group_replay edits "
-                     "learned_noise one_pass guard",
+        "two_sizes": "staleness distillation consistency group_replay supervised supervised_apart edits learned_noise "
+                     "previews",
+        "staleness": "extrapolate dynamic_sampling hints expansion self_teacher distillation consistency group_replay "
+                     "edits learned_noise one_pass guard",
         "dynamic_sampling": "one_pass",
         "hints": "one_pass",
-        "expansion": "distillation one_pass",
+        "expansion": "distillation consistency one_pass",
         "self_teacher": "edits learned_noise",
         "rehearsal": "edits learned_noise one_pass",
         "distillation": "group_replay edits learned_noise progress",
+        "consistency": "group_replay edits learned_noise progress",
         "group_replay": "edits learned_noise one_pass guard",
         "supervised": "edits",
         "supervised_apart": "edits",

@@ -25,7 +25,7 @@ from flowgrpo.user_code import group_entry_points
 # Features in the order in which their extensions are called. Others come behind them; the last ones move the weights.
 ORDER = ("phases", "engine", "feature_cache", "staleness", "one_pass", "resampling", "constraints", "hints",
          "measured_credit", "supervised", "value_model", "held_out_answers", "variants", "rehearsal", "distillation",
-         "group_replay", "step_size", "frontier", "sibling", "extrapolation", "guard")
+         "consistency", "group_replay", "step_size", "frontier", "sibling", "extrapolation", "guard")
 
 HERE = "flowgrpo.training.extensions"
 features.add(

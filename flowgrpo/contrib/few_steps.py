@@ -1,0 +1,199 @@
+"""A student of few steps beside a method (`parts.distil`): what all its losses share.
+
+Student and teacher are one copy of the denoiser: the student is the LoRA that is trained, the teacher the base model,
+without it. Each optimizer step adds the gradient of a loss that draws the student to the teacher. A method without
+rewards (`Unrewarded`) has no other gradient, so that its recorded steps are not replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo import rewards
+from flowgrpo.advantages.baselines import Unrewarded
+from flowgrpo.config.features import DryRun
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.distillation import RewardedMatching
+from flowgrpo.methods.setup import Setup
+from flowgrpo.objectives.reductions import Divisor
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_files import ENCODER
+from flowgrpo.policies.weights.trainable import disable_adapters
+from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics, Run, Step
+from flowgrpo.types import unwrap
+
+
+def denoiser_weights(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """Trained weights of denoisers, by name: those of text encoders are the student's alone."""
+    return {key: value for key, value in named.items() if ".lora_" in key and not key.startswith(ENCODER)}
+
+
+class FewStepStudent(Extension):
+    """Student of few steps that a loss of `parts.distil` draws to its base, the teacher, beside the method's own.
+
+    live: the denoisers' LoRA. spec: the epoch's rollout, of which subclasses keep samples. measured: values of the
+    present epoch, whose means are metrics.
+    """
+
+    name = "distil"
+    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES,
+                       capabilities.AS_LEARNED, capabilities.LORA, capabilities.WHOLE_WEIGHTS})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        self.part: Any = unwrap(trainer.method.loss.distil)
+        self.policy = cast(PipelinePolicy, trainer.policy)
+        self.live = denoiser_weights(self.policy.weights.named)
+        self.policy.weights.lr_shares |= dict.fromkeys(self.live.values(), self.part.lr_share)
+        self.spec: RolloutSpec | None = None
+        self.conditioning: Any = None
+        self.own: list[Prompt] = []
+        self.measured: dict[str, list[Tensor]] = {}
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        if unwrap(setup.method.loss.distil).ascent:
+            rewards.require_gradient(setup.trained)
+
+    @classmethod
+    def enabled_by(cls, setup: Setup) -> str:
+        return f"parts.distil is {type(setup.method.loss.distil).__name__}"
+
+    @classmethod
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
+        config, denoising, distil = setup.config, setup.method.denoising, unwrap(setup.method.loss.distil)
+        return {
+            "image.sizes, where states of a step differ in size": bool(config.image.sizes),
+            "memory.context_parallel, whose processes share every call": config.memory.context_parallel > 1,
+            "parts.distil.text: student, where no text encoder is trained":
+                distil.text == "student" and not denoising.adapted.encoders,
+            "parts.distil.after, of a method that trains nothing but the match": bool(distil.after) and (
+                isinstance(distil, RewardedMatching) or isinstance(setup.method.credit.advantage, Unrewarded)),
+            "parts.adapted.denoisers: false, so that no student is trained": not denoising.adapted.denoisers,
+            "parts.progress, whose clean predictions are let go": setup.method.credit.progress is not None,
+            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learned_noise is not None}
+
+    @property
+    def alone(self) -> bool:
+        """True if the optimizer's steps have no other gradient than this loss."""
+        return isinstance(self.trainer.method.credit.advantage, Unrewarded) and not self.trainer.kl_reference.is_read
+
+    def prepare(self) -> None:
+        """Done before each optimizer step, such as steps of other weights."""
+
+    def match(self, update: int) -> None:
+        """Add the gradient of the loss."""
+        raise NotImplementedError
+
+    def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
+        """Prepare each optimizer step, and add steps of this loss alone. The schedule counts the method's steps."""
+        optimization, none = self.trainer.optimization, Divisor(0, 0)
+        if self.waits:
+            yield from steps
+            return
+        for step in steps:
+            for number in range(self.part.updates):
+                with self.trainer.clock("update"):
+                    self.prepare()
+                before = optimization.update
+                yield ([], none) if self.alone or number else step
+                if number:
+                    optimization.unscheduled += optimization.update - before
+
+    def on_backward(self, update: int) -> None:
+        """Add the gradient of this loss to the student's.
+
+        Text encoders that the teacher reads too get none: the loss compares what is drawn of one embedding.
+        """
+        if not self.waits:
+            with self.policy.text_once() if self.part.text == "student" else contextlib.nullcontext():
+                self.match(update)
+        elif self.part.text == "student":
+            for value in self.live.values():
+                value.grad = None
+
+    def ascent(self, x0: Tensor, prompts: Tensor, encoded: Any) -> Tensor:
+        """Sum of the rewards at predicted data, times `part.ascent`; 0 without."""
+        if not self.part.ascent:
+            return x0.new_zeros(())
+        images = self.policy.image(x0, encoded)
+        return self.part.ascent * self.trainer.scoring.value(self.own, prompts, images).sum()
+
+    @property
+    def waits(self) -> bool:
+        """True before the first epoch of this loss."""
+        return self.trainer.epoch < self.part.after
+
+    @property
+    def vp(self) -> bool:
+        return self.policy.process == "vp"
+
+    @property
+    def divisor(self) -> int:
+        return self.rows * self.trainer.processes.count
+
+    @property
+    def rows(self) -> int:
+        """Samples of this process per optimizer step."""
+        return -(-self.part.batch // self.trainer.processes.count)
+
+    def draws(self, purpose: int, update: int, turn: int = 0) -> torch.Generator:
+        seeds = np.random.SeedSequence((self.trainer.config.seed, update, turn, purpose, self.trainer.processes.rank))
+        return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
+
+    @contextlib.contextmanager
+    def worn(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context manager: the denoisers' LoRA has these values. A backward pass belongs inside."""
+        kept = {key: parameter.data for key, parameter in self.live.items()}
+        try:
+            for key, parameter in self.live.items():
+                parameter.data = values[key].data
+            yield
+        finally:
+            for key, parameter in self.live.items():
+                parameter.data = kept[key]
+
+    def base(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager: the base denoisers, with the text encoders that the teacher reads."""
+        if self.part.text == "base":
+            return self.policy.weights.base()
+        return disable_adapters([layer for key, layer in self.policy.weights.layers().items()
+                                 if not key.startswith(ENCODER)])
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Return the epoch's means over the batches of this process, and let its samples go."""
+        found = {f"distil/{name}": torch.stack(values).mean().item()
+                 for name, values in self.measured.items() if values}
+        self.conditioning, self.own = None, []
+        self.measured = {name: [] for name in self.measured}
+        return found
+
+    def count_once(self, once: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Of a dry run: replace the methods that more prompts do not make more of."""
+        self.on_backward = once(self.on_backward)  # type: ignore[method-assign]
+
+
+class FewStepDryRun(DryRun):
+    """Loss of a few-step student in a dry run: counted once an epoch."""
+
+    def begin(self, trainer: Any) -> None:
+        of = next(each for each in trainer.extensions.present if isinstance(each, FewStepStudent))
+        of.part = replace(of.part, after=0)  # an epoch with the loss is the one that has to fit
+
+        def once(work: Callable[..., None]) -> Callable[..., None]:
+            def counted(*given: Any) -> None:
+                with trainer.clock("once"):
+                    work(*given)
+            return counted
+
+        of.count_once(once)

@@ -1,0 +1,173 @@
+"""Consistency distillation beside a method: its gradient, its average, and what a checkpoint keeps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods.distillation import consistency_target
+from flowgrpo.training import state
+from tests.helpers import loop, tiny, tiny_runs
+
+SMALL = {"distil": {"type": "ConsistencyDistillation", "batch": 8, "updates": 2, "jumps": 5}}
+
+
+def trainer(method="rlcm", parts=SMALL, **options):
+    made = tiny.trainer(method=method, parts=parts, train__steps=4, train__lr=1e-2, **options)
+    return made, loop.extension(made, "ConsistentStudent")
+
+
+def copies(values):
+    return {key: value.detach().clone() for key, value in values.items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_times_are_of_equal_slices_with_one_in_eleven_at_1_and_the_teacher_goes_a_jump():
+    made, student = trainer()
+    student.on_drawn(loop.draw(made))
+    found = torch.stack([student.times(number).grid for number in range(400)])
+    assert found.shape == (400, 17) and not found[:, 16].any()
+    times, after = found[:, :8], found[:, 8:16]
+    slices = torch.arange(8) * 1.1 / 8
+    assert ((1.1 - slices - 1.1 / 8 - 1e-6 <= times) & (times <= 1.1 - slices) | (times == 0.02) | (times == 1)).all()
+    assert (times == 1).float().mean().item() == pytest.approx(1 / 11, abs=0.01)
+    torch.testing.assert_close(after, (times - 0.2).clamp(min=0))
+
+
+def test_the_gradient_is_that_of_huber_s_loss_by_a_finite_difference():
+    made, student = trainer(parts={"distil": SMALL["distil"] | {"weight": 2.0}})
+    student.on_drawn(loop.draw(made))
+    tiny.stir(made.policy)
+    base = tiny.weights(made.policy)
+    student.on_backward(3)
+    after = tiny.weights(made.policy)
+    assert all(torch.equal(after[key], base[key]) for key in base)
+    key, parameter = max(student.live.items(), key=lambda item: item[1].grad.abs().max())
+    place = int(parameter.grad.abs().argmax())
+    gradient = parameter.grad.flatten()[place].item()
+
+    @torch.no_grad()
+    def value(change: float) -> float:
+        """Twice the mean loss of the samples, of the same draws; the average is the base, whose B is zero."""
+        parameter.view(-1)[place] += change
+        (samples, of), grid, total = student.samples, student.times(3).grid, 0.0
+        draw = student.draws(0, 3)
+        order = torch.randperm(8, generator=draw).tolist()
+        at, noise = torch.randint(len(of), (8,), generator=draw), torch.randn(8, *samples.shape[1:], generator=draw)
+        for row, k in enumerate(order):  # a row of each time
+            s, later, encoded = grid[k].item(), grid[8 + k].item(), student.conditioning.rows(of[at[row:row + 1]])
+            x = (1 - s) * samples[at[row:row + 1]] + s * noise[row:row + 1]
+            u = made.policy.replay(encoded, x, grid, k)
+            with made.policy.weights.base():
+                v = made.policy.replay(encoded, x, grid, k)
+                target = consistency_target(v, made.policy.replay(encoded, x - (s - later) * v, grid, 8 + k), s, later)
+            total += 2 * F.huber_loss(u.double(), target.double(), delta=0.25).item() / 8
+        parameter.view(-1)[place] -= change
+        return total
+
+    step = 1e-2
+    difference = (value(step) - value(-step)) / (2 * step)
+    assert abs(difference - gradient) < 0.02 * abs(gradient) + 1e-7, (difference, gradient)
+
+
+def test_a_pipeline_that_takes_one_time_a_call_has_the_same_gradient():
+    found = []
+    for vector in (True, False):
+        made, student = trainer()
+        if not vector:
+            made.policy.vector = lambda conditioning: False
+        student.on_drawn(loop.draw(made))
+        tiny.stir(made.policy)
+        student.on_backward(1)
+        found.append(torch.cat([value.grad.flatten() for value in student.live.values()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-7)
+
+
+def test_a_student_that_is_its_base_is_drawn_to_where_the_teacher_goes_and_away_from_nothing_at_the_end():
+    """With one jump from every time to the data the target is the teacher's velocity, which the base has."""
+    made, student = trainer()
+    student.on_drawn(loop.draw(made))
+    student.on_backward(0)
+    assert any(value.grad.any() for value in student.live.values())
+    object.__setattr__(student.part, "jumps", 1)
+    made.optimization.zero_grad()
+    student.on_backward(0)
+    assert all(value.grad.abs().max() < 1e-6 for value in student.live.values())
+
+
+def test_the_average_follows_the_student_from_a_tenth_on():
+    _, student = trainer()
+    start = copies(student.average)
+    with torch.no_grad():
+        for value in student.live.values():
+            value.add_(1.0)
+    student.prepare()
+    for key, value in student.average.items():
+        torch.testing.assert_close(value, start[key] + 0.9)  # 1 - 1/10
+    student.prepare()
+    for key, value in student.average.items():
+        torch.testing.assert_close(value, start[key] + 0.9 + 0.1 * 9 / 11)  # 1 - 2/11 of what is left
+    student.averaged = 10_000
+    before = copies(student.average)
+    student.prepare()
+    for key, value in student.average.items():
+        torch.testing.assert_close(value - before[key], 0.05 * (student.live[key] - before[key]))
+
+
+def test_the_schedule_counts_the_method_s_steps_and_others_are_of_this_loss():
+    made, student = trainer()
+    metrics = made.run_epoch()
+    assert metrics["distil/gap"] > 0 and "ratio/step_0" in metrics
+    assert made.optimization.update == 2 and made.optimization.unscheduled == 1
+    assert student.samples is None
+
+
+def test_a_checkpoint_has_the_average_and_goes_on_bit_by_bit(tmp_path):
+    through, _ = trainer()
+    for through.epoch in range(3):
+        through.run_epoch()
+    first, student = trainer()
+    first.run_epoch()
+    first.epoch = 1
+    first.progress.saved_counters = state.counters(first)
+    state.save(first, tmp_path)
+    again, resumed = trainer()
+    [saved] = (tmp_path / "checkpoints").iterdir()
+    state.restore(again, saved)
+    assert same(resumed.average, student.average) and resumed.averaged == student.averaged == 2
+    for again.epoch in (1, 2):
+        again.run_epoch()
+    assert same(copies(again.policy.weights.named), copies(through.policy.weights.named))
+
+
+def test_the_reward_s_own_gradient_is_added():
+    made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": 1.0}})
+    plain, other = trainer()
+    for each, extension in ((made, student), (plain, other)):
+        extension.on_drawn(loop.draw(each))
+        extension.on_backward(0)
+    assert any(not torch.equal(value.grad, other.live[key].grad) for key, value in student.live.items())
+
+
+def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
+    for text in ("base", "student"):
+        made, student = trainer("rlcm", {"adapted": {"encoders": True}, "distil": SMALL["distil"] | {"text": text}},
+                                adapter__encoder_targets=["q_proj"])
+        student.on_drawn(loop.draw(made))
+        encoders = [value for key, value in made.policy.weights.named.items() if key not in student.live]
+        with torch.no_grad():
+            for value in encoders:
+                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+        for value in encoders:
+            value.grad = torch.ones_like(value)
+        student.on_backward(0)
+        assert encoders and all((value.grad == 1).all() == (text == "student") for value in encoders)
+        assert any(value.grad.any() for value in student.live.values())
+
+
+def test_a_model_that_predicts_noise_is_refused_in_a_line():
+    with pytest.raises(UserError, match="predicts noise: expected a flow model; use DistributionMatching"):
+        tiny_runs.trainer("vp", tiny_runs.config("vp", "rlcm", parts=SMALL))
