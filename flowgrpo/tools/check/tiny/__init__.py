@@ -31,9 +31,9 @@ UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", 
 
 def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
-    from flowgrpo.tools.check.tiny import derived
+    from flowgrpo.tools.check.tiny import derived, videos
 
-    return derived.factories() | derived.FACTORIES
+    return videos.FACTORIES | derived.FACTORIES  # the first has those of all modules that these two import
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
