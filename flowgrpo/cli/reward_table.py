@@ -51,7 +51,7 @@ def list_rewards() -> list[dict[str, Any]]:
 
 
 def facts_of(name: str) -> tuple[About, str, str | None]:
-    """What a reward states of itself, its first sentence, and the error of one that does not import."""
+    """(stated facts, first sentence of the docstring, import error in words or None) of a reward by its name."""
     try:
         thing = locate(name)
     except UserError as error:

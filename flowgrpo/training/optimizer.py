@@ -103,7 +103,7 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch
 
 
 def gradient_sum(config: Config, policy: Policy, processes: Processes, alone: bool) -> GradientSum:
-    """How the gradients of a step are summed. alone: no extension adds to them behind the replays' backwards."""
+    """Sum of a step's gradients over processes. alone: no extension adds to them behind the replays' backwards."""
     parameters, denoisers = policy.weights.parameters(), [*getattr(policy, "denoisers", {}).values()]
     if policy.weights.sharded and alone and len(denoisers) == 1:
         return SumOnce(processes, parameters, denoisers[0])
