@@ -19,8 +19,6 @@ from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
 
 if TYPE_CHECKING:
-    import torch
-
     from flowgrpo.data.prompts import Prompt
 
 # Facts of the built-in rewards, written by scripts/docs/build_docs.py.
@@ -87,7 +85,9 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
-    from flowgrpo.rewards.preprocessing import read_output  # loads torch
+    import torch
+
+    from flowgrpo.rewards.preprocessing import read_output
 
     reward, outputs = find(name, arguments), [read_output(file) for file in files]
     scores: dict[int, float | Failed] = {}
@@ -96,13 +96,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
-            of, batch = [prompts[i] for i in some], _stack([outputs[i] for i in some])
+            of, batch = [prompts[i] for i in some], [outputs[i] for i in some]
+            batch = torch.stack(batch) if torch.is_tensor(batch[0]) else batch
             [column] = promptly(partial(columns, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
             scores |= zip(some, column)
     return [scores[i] for i in range(len(files))]
-
-
-def _stack(outputs: list[Any]) -> torch.Tensor | list[str]:
-    import torch
-
-    return outputs if isinstance(outputs[0], str) else torch.stack(outputs)

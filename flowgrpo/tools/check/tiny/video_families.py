@@ -17,7 +17,6 @@ from flowgrpo.tools.check.tiny.parts import (
     Made,
     Network,
     Pipeline,
-    Scheduler,
     chat_tokenizer,
     clip,
     factory,
@@ -204,14 +203,11 @@ def _wan_transformer(channels: int = 4, kind: str = "WanTransformer3DModel", **o
         text_dim=16, freq_dim=16, ffn_dim=16, num_layers=2, rope_max_seq_len=32, **options))
 
 
-def _unipc(shift: float) -> Scheduler:
-    """Return the multistep flow scheduler of the published Wan checkpoints."""
-    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
-
-
 def _wan_parts(shift: float = 3.0) -> dict[str, Any]:
+    scheduler = diffusers.UniPCMultistepScheduler(  # that of the published checkpoints
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
     return {"tokenizer": tokenizer(TOKENS), "text_encoder": video_t5("UMT5"), "vae": autoencoder(),
-            "scheduler": _unipc(shift)}
+            "scheduler": scheduler}
 
 
 WAN_CALL = SIZE | {"max_sequence_length": TOKENS}
