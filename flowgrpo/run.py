@@ -105,10 +105,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         trained = summary.get("trained", {"said": []})
         changes_nothing = trained.get("nothing", False)
         if trainer.processes.first and not changes_nothing:
-            from flowgrpo.export.export import for_comfyui
-
-            if told := for_comfyui(config, folder, policy):
-                print(told, flush=True)
+            endings.export_for_comfyui(config, folder, policy)
         metrics.show(ready.accelerator, folder, trainer.epoch, *["before"] * anew, "after", "best", "worst")
         # The first process has written everything, and every process knows whether nothing was trained.
         return summary | {"trained": trained | {"nothing": trainer.processes.any(changes_nothing)}}

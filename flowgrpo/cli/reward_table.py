@@ -96,7 +96,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
-            of, batch = [prompts[i] for i in some], [outputs[i] for i in some]
+            of = [prompts[i] for i in some]
+            batch: Any = [outputs[i] for i in some]
             batch = torch.stack(batch) if torch.is_tensor(batch[0]) else batch
             [column] = promptly(partial(columns, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
             scores |= zip(some, column)

@@ -33,7 +33,7 @@ def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
     from flowgrpo.tools.check.tiny import derived, videos
 
-    return videos.FACTORIES | derived.FACTORIES  # the first has those of all modules that these two import
+    return videos.FACTORIES | derived.FACTORIES  # the first has those of all modules, which these two import
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
