@@ -31,9 +31,9 @@ UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", 
 
 def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
-    from flowgrpo.tools.check.tiny import derived, videos
+    from flowgrpo.tools.check.tiny import derived
 
-    return videos.FACTORIES | derived.FACTORIES  # the first has those of all modules, which these two import
+    return derived.OWN | derived.FACTORIES
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:

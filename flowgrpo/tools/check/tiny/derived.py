@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import torch
 
-from flowgrpo.tools.check.tiny import controlled, newest, shrunk, videos
+from flowgrpo.tools.check.tiny import controlled, images, newest, shrunk, unets, videos
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
     Pipeline,
@@ -145,7 +145,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     base, further, arguments = row + (None, {})[len(row) - 1:]
     base, _, variant = base.replace("Pipeline", "").partition(" ")
     torch.manual_seed(seed)
-    like, call = (videos.FACTORIES | FACTORIES)[f"{base}Pipeline {variant}".strip()](seed) if base else (None, {})
+    like, call = (OWN | FACTORIES)[f"{base}Pipeline {variant}".strip()](seed) if base else (None, {})
     parts = dict(like.components) if base else {}
     parts |= further(parts) if further else {}
     cls: Any = getattr(diffusers, f"{name}Pipeline")
@@ -160,4 +160,6 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     return pipe, {key: value for key, value in call.items() if key in takes} | arguments
 
 
+# Of pipelines with parts of their own, and of those that have the parts of another.
+OWN = images.FACTORIES | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 
 from flowgrpo.tools.check.tiny.parts import (
-    FACTORIES,
     TOKENS,
     VISION_TOKENS,
+    Factories,
     Made,
     Pipeline,
     autoencoder,
@@ -40,6 +40,7 @@ from flowgrpo.tools.check.tiny.parts import (
     with_language_model,
 )
 
+FACTORIES: Factories = {}
 SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
 FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encoder_out_layers": (1,)}
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
@@ -117,7 +118,7 @@ def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> Made:
     return silent(pipe), {"height": 256, "width": 256, "image": image()}
 
 
-@factory("HiDreamImagePipeline")
+@factory(FACTORIES, "HiDreamImagePipeline")
 def hidream() -> Made:
     """Return a HiDreamImagePipeline, whose experts run without gradients outside training mode."""
     tokens = tokenizer()
@@ -137,7 +138,7 @@ def hidream() -> Made:
     return pipe, FLUX_CALL
 
 
-@factory("ZImagePipeline")
+@factory(FACTORIES, "ZImagePipeline")
 def z_image() -> Made:
     """Return a ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
     denoiser = diffusers.ZImageTransformer2DModel(
@@ -146,7 +147,7 @@ def z_image() -> Made:
     return with_language_model("ZImagePipeline", denoiser), FLUX_CALL
 
 
-@factory("SanaPipeline")
+@factory(FACTORIES, "SanaPipeline")
 def sana() -> Made:
     """Return a SanaPipeline, with linear attention."""
     denoiser = diffusers.SanaTransformer2DModel(
@@ -158,7 +159,7 @@ def sana() -> Made:
         "complex_human_instruction": None}
 
 
-@factory("Lumina2Pipeline")
+@factory(FACTORIES, "Lumina2Pipeline")
 def lumina2() -> Made:
     """Return a Lumina2Pipeline, whose time runs from noise to data."""
     denoiser = diffusers.Lumina2Transformer2DModel(
@@ -168,7 +169,7 @@ def lumina2() -> Made:
         "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}
 
 
-@factory("ChromaPipeline")
+@factory(FACTORIES, "ChromaPipeline")
 def chroma() -> Made:
     """Return a ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
     tokens = tokenizer()
@@ -181,7 +182,7 @@ def chroma() -> Made:
         tokenizer=tokens), FLUX_CALL
 
 
-@factory("AuraFlowPipeline")
+@factory(FACTORIES, "AuraFlowPipeline")
 def aura_flow() -> Made:
     """Return an AuraFlowPipeline."""
     tokens = tokenizer()
@@ -193,7 +194,7 @@ def aura_flow() -> Made:
         tokenizer=tokens), FLUX_CALL
 
 
-@factory("CogView4Pipeline")
+@factory(FACTORIES, "CogView4Pipeline")
 def cogview4() -> Made:
     """Return a CogView4Pipeline."""
     denoiser = diffusers.CogView4Transformer2DModel(
@@ -202,7 +203,7 @@ def cogview4() -> Made:
     return with_language_model("CogView4Pipeline", denoiser), FLUX_CALL
 
 
-@factory("BriaPipeline")
+@factory(FACTORIES, "BriaPipeline")
 def bria() -> Made:
     """Return a BriaPipeline, whose LoRA has no loader."""
     tokens = tokenizer()
@@ -214,7 +215,7 @@ def bria() -> Made:
         tokenizer=tokens), FLUX_CALL
 
 
-@factory("OvisImagePipeline")
+@factory(FACTORIES, "OvisImagePipeline")
 def ovis_image() -> Made:
     """Return an OvisImagePipeline, whose LoRA has no loader."""
     denoiser = diffusers.OvisImageTransformer2DModel(
@@ -223,7 +224,7 @@ def ovis_image() -> Made:
     return with_language_model("OvisImagePipeline", denoiser), {"height": 16, "width": 16}
 
 
-@factory("Krea2Pipeline")
+@factory(FACTORIES, "Krea2Pipeline")
 def krea2() -> Made:
     """Return a Krea2Pipeline, whose denoiser reads several layers of a vision-language model."""
     tokens = chat_tokenizer()
@@ -241,7 +242,7 @@ def krea2() -> Made:
     return pipe, {"height": 16, "width": 16, "max_sequence_length": TOKENS}
 
 
-@factory("ErnieImagePipeline")
+@factory(FACTORIES, "ErnieImagePipeline")
 def ernie_image() -> Made:
     """Return an ErnieImagePipeline: a list of embeddings of different lengths."""
     tokens = chat_tokenizer()

@@ -10,6 +10,7 @@ import transformers
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
     VISION_TOKENS,
+    Factories,
     Made,
     Pipeline,
     autoencoder,
@@ -27,6 +28,8 @@ from flowgrpo.tools.check.tiny.parts import (
     video_t5,
 )
 
+FACTORIES: Factories = {}
+
 
 def _vision_tokens() -> Any:
     tokens = chat_tokenizer()
@@ -42,7 +45,7 @@ def vision_processor() -> Any:
         chat_template=tokens.chat_template)
 
 
-@factory("LongCatImagePipeline")
+@factory(FACTORIES, "LongCatImagePipeline")
 def longcat() -> Made:
     """A Flux whose prompt is encoded by a vision-language model."""
     tokens = _vision_tokens()
@@ -56,7 +59,7 @@ def longcat() -> Made:
     return pipe, {"height": 16, "width": 16, "enable_prompt_rewrite": False}
 
 
-@factory("HunyuanImagePipeline")
+@factory(FACTORIES, "HunyuanImagePipeline")
 def hunyuan_image() -> Made:
     """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
     tokens = _vision_tokens()
@@ -75,7 +78,7 @@ def hunyuan_image() -> Made:
     return pipe, {"height": 16, "width": 16}
 
 
-@factory("QwenImage21Pipeline")
+@factory(FACTORIES, "QwenImage21Pipeline")
 def qwen_image_21() -> Made:
     """Qwen-Image 2.1: images of four channels, the fourth their opacity."""
     processor = vision_processor()
@@ -90,7 +93,7 @@ def qwen_image_21() -> Made:
     return pipe, {"height": 64, "width": 64}
 
 
-@factory("Ideogram4Pipeline")
+@factory(FACTORIES, "Ideogram4Pipeline")
 def ideogram4() -> Made:
     """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
     tokens = _vision_tokens()
@@ -104,7 +107,7 @@ def ideogram4() -> Made:
     return pipe, {"height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}
 
 
-@factory("PRXPipeline")
+@factory(FACTORIES, "PRXPipeline")
 def prx() -> Made:
     """PRX, which is guided with one prompt per call alone."""
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
@@ -124,7 +127,7 @@ def prx() -> Made:
     return pipe, {"height": 16, "width": 16, "use_resolution_binning": False}
 
 
-@factory("Kandinsky5T2IPipeline")
+@factory(FACTORIES, "Kandinsky5T2IPipeline")
 def kandinsky5() -> Made:
     """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
     tokens, short = _vision_tokens(), tokenizer(77)

@@ -20,11 +20,11 @@ Network: TypeAlias = Any
 Scheduler: TypeAlias = Any
 
 Made = tuple[Pipeline, dict[str, Any]]  # a pipeline, and the arguments of its call besides prompts
-FACTORIES: dict[str, Callable[..., Made]] = {}  # by pipeline class, of a seed; filled where they are defined
+Factories = dict[str, Callable[..., Made]]  # by pipeline class, of a seed
 
 
-def factory(name: str) -> Callable[[Callable[[], Made]], Callable[..., Made]]:
-    """Register the builder of the pipeline class `name`; torch's generator is seeded before it, 0 by default."""
+def factory(factories: Factories, name: str) -> Callable[[Callable[[], Made]], Callable[..., Made]]:
+    """Add the builder of the pipeline class `name` to a module's factories; torch is seeded before it, 0 by default."""
     def register(build: Callable[[], Made]) -> Callable[..., Made]:
         @wraps(build)
         def make(seed: int = 0) -> Made:
@@ -32,7 +32,7 @@ def factory(name: str) -> Callable[[Callable[[], Made]], Callable[..., Made]]:
             pipe, call = build()
             return silent(pipe), dict(call)
 
-        FACTORIES[name] = make
+        factories[name] = make
         return make
     return register
 

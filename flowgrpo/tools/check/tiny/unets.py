@@ -14,7 +14,7 @@ import torch
 
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3
 from flowgrpo.tools.check.tiny.parts import (
-    FACTORIES,
+    Factories,
     Made,
     Network,
     Pipeline,
@@ -35,6 +35,7 @@ from flowgrpo.tools.check.tiny.parts import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FACTORIES: Factories = {}
 WIDTH = 16  # of every text encoder
 SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
             "timestep_spacing": "leading"}
@@ -80,7 +81,7 @@ def sdxl(seed: int = 0, kind: str = "StableDiffusionXLPipeline", **options: Any)
         text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(), **options))
 
 
-@factory("KolorsPipeline")
+@factory(FACTORIES, "KolorsPipeline")
 def kolors() -> Made:
     """Return a KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
@@ -117,7 +118,7 @@ def pixart(seed: int, kind: str) -> Pipeline:
         text_encoder=t5(tokens), tokenizer=tokens))
 
 
-@factory("HunyuanDiTPipeline")
+@factory(FACTORIES, "HunyuanDiTPipeline")
 def hunyuan_dit() -> Made:
     """Return a HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5; images of 32 x 32, latents of 4 x 4."""
     short, long = (tokenizer(length) for length in HUNYUAN_LENGTHS)
@@ -134,7 +135,7 @@ def hunyuan_dit() -> Made:
         **UNCHECKED), {"height": 32, "width": 32, "use_resolution_binning": False}
 
 
-@factory("CogView3PlusPipeline")
+@factory(FACTORIES, "CogView3PlusPipeline")
 def cogview3() -> Made:
     """Return a CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
     tokens = tokenizer()
@@ -149,7 +150,7 @@ def cogview3() -> Made:
         tokenizer=tokens), {"max_sequence_length": 16}
 
 
-@factory("OmniGenPipeline")
+@factory(FACTORIES, "OmniGenPipeline")
 def omnigen() -> Made:
     """Return an OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
     rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
@@ -297,7 +298,7 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
     return {"image_proj": image, "ip_adapter": adapter}
 
 
-FACTORIES |= {
+CONDITIONED: Factories = {
     "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": image()}),
     "StableDiffusionXLControlNetPipeline": lambda seed: (xl_controlnet(seed), {"image": image()}),
     "StableDiffusion3ControlNetPipeline": lambda seed: (sd3_controlnet(seed), SD3_CALL | {"control_image": image()}),

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from flowgrpo.tools.check.tiny.parts import (
-    FACTORIES,
     SIZE,
     TOKENS,
+    Factories,
     Made,
     Network,
     Pipeline,
@@ -30,6 +30,8 @@ from flowgrpo.tools.check.tiny.parts import (
     video_image,
     video_t5,
 )
+
+FACTORIES: Factories = {}
 
 
 def _hunyuan_transformer(channels: int = 4, **options: Any) -> Network:
@@ -53,7 +55,7 @@ def _hunyuan_parts() -> dict[str, Any]:
 HUNYUAN_CALL = SIZE | {"max_sequence_length": TOKENS, "prompt_template": {"template": "{}", "crop_start": 0}}
 
 
-@factory("HunyuanVideoPipeline")
+@factory(FACTORIES, "HunyuanVideoPipeline")
 def hunyuan() -> Made:
     """HunyuanVideo: guidance as an input of the transformer."""
     pipe = diffusers.HunyuanVideoPipeline(
@@ -62,7 +64,7 @@ def hunyuan() -> Made:
     return pipe, HUNYUAN_CALL
 
 
-@factory("HunyuanSkyreelsImageToVideoPipeline")
+@factory(FACTORIES, "HunyuanSkyreelsImageToVideoPipeline")
 def hunyuan_skyreels() -> Made:
     """SkyReels V1's image-to-video on HunyuanVideo's architecture."""
     pipe = diffusers.HunyuanSkyreelsImageToVideoPipeline(
@@ -71,7 +73,7 @@ def hunyuan_skyreels() -> Made:
     return pipe, HUNYUAN_CALL | {"image": video_image()}
 
 
-@factory("HunyuanVideo15Pipeline")
+@factory(FACTORIES, "HunyuanVideo15Pipeline")
 def hunyuan15() -> Made:
     """HunyuanVideo 1.5: two text encoders, and guidance in a part of its own, the guider."""
     tokens = chat_tokenizer()
@@ -137,7 +139,7 @@ def ltx(seed: int = 0, kind: str = "LTXPipeline", **call: Any) -> Made:
     return silent(getattr(diffusers, kind)(**_ltx_parts())), LTX_CALL | call
 
 
-@factory("LTXConditionPipeline")
+@factory(FACTORIES, "LTXConditionPipeline")
 def ltx_condition() -> Made:
     """LTX-Video 0.9.5 and later: conditions at any frame."""
     parts = _ltx_parts() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
@@ -213,27 +215,27 @@ def _wan_parts(shift: float = 3.0) -> dict[str, Any]:
 WAN_CALL = SIZE | {"max_sequence_length": TOKENS}
 
 
-@factory("WanPipeline")
+@factory(FACTORIES, "WanPipeline")
 def wan() -> Made:
     """Wan 2.1: one transformer."""
     return diffusers.WanPipeline(transformer=_wan_transformer(), **_wan_parts()), WAN_CALL
 
 
-@factory("WanPipeline (2.2)")
+@factory(FACTORIES, "WanPipeline (2.2)")
 def wan22() -> Made:
     """Wan 2.2: `transformer` above, `transformer_2` below 0.875 of the noise."""
     experts = {"transformer": _wan_transformer(), "transformer_2": _wan_transformer()}
     return diffusers.WanPipeline(boundary_ratio=0.875, **experts, **_wan_parts()), WAN_CALL
 
 
-@factory("WanPipeline (2.2, dense)")
+@factory(FACTORIES, "WanPipeline (2.2, dense)")
 def wan22_dense() -> Made:
     """Wan 2.2's dense model for texts and images (TI2V-5B): a time step for every token."""
     pipe = diffusers.WanPipeline(transformer=_wan_transformer(), expand_timesteps=True, **_wan_parts(5.0))
     return pipe, WAN_CALL
 
 
-@factory("WanImageToVideoPipeline")
+@factory(FACTORIES, "WanImageToVideoPipeline")
 def wan_image() -> Made:
     """Wan 2.2's image-to-video: the image is eight extra channels, including a mask."""
     # 4 of the state, 2 of the mask (one per video frame of a latent frame), 4 of the image.
@@ -242,7 +244,7 @@ def wan_image() -> Made:
     return pipe, WAN_CALL | {"image": video_image()}
 
 
-@factory("WanImageToVideoPipeline (first and last frame)")
+@factory(FACTORIES, "WanImageToVideoPipeline (first and last frame)")
 def wan_frames() -> Made:
     """Wan 2.1's model of first and last frames (FLF2V), which embeds both by CLIP."""
     encoder, processor = image_encoder()
@@ -253,7 +255,7 @@ def wan_frames() -> Made:
     return pipe, WAN_CALL | {"image": video_image(), "last_image": video_image(128)}
 
 
-@factory("WanVideoToVideoPipeline")
+@factory(FACTORIES, "WanVideoToVideoPipeline")
 def wan_video() -> Made:
     """WanVideoToVideo."""
     pipe = diffusers.WanVideoToVideoPipeline(transformer=_wan_transformer(), **_wan_parts())
@@ -261,7 +263,7 @@ def wan_video() -> Made:
     return pipe, call | {"video": [video_image(16 * i) for i in range(5)]}
 
 
-@factory("WanVACEPipeline")
+@factory(FACTORIES, "WanVACEPipeline")
 def wan_vace() -> Made:
     """Wan VACE: extra blocks read a video to change and steer the denoiser."""
     # 4 channels of the unchanged part, 4 of the changed part, and 2 x 2 of the mask.
@@ -269,14 +271,14 @@ def wan_vace() -> Made:
     return diffusers.WanVACEPipeline(transformer=denoiser, **_wan_parts()), WAN_CALL
 
 
-@factory("SkyReelsV2Pipeline")
+@factory(FACTORIES, "SkyReelsV2Pipeline")
 def skyreels() -> Made:
     """SkyReels V2's text-to-video."""
     denoiser = _wan_transformer(kind="SkyReelsV2Transformer3DModel")
     return diffusers.SkyReelsV2Pipeline(transformer=denoiser, **_wan_parts(8.0)), WAN_CALL
 
 
-@factory("SkyReelsV2ImageToVideoPipeline")
+@factory(FACTORIES, "SkyReelsV2ImageToVideoPipeline")
 def skyreels_image() -> Made:
     """SkyReels V2's image-to-video, which also encodes its image with CLIP."""
     encoder, processor = image_encoder()

@@ -14,8 +14,8 @@ import transformers
 
 from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.tools.check.tiny.parts import (
-    FACTORIES,
     TOKENS,
+    Factories,
     Made,
     Network,
     Scheduler,
@@ -29,6 +29,7 @@ from flowgrpo.tools.check.tiny.parts import (
     video_t5,
 )
 
+FACTORIES: Factories = {**video_families.FACTORIES}
 COGVIDEOX_CALL = {"height": 16, "width": 16, "num_frames": 9, "max_sequence_length": TOKENS}
 
 
@@ -56,7 +57,7 @@ def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> Made:
     return silent(pipe), dict(COGVIDEOX_CALL)
 
 
-@factory("CogVideoXImageToVideoPipeline")
+@factory(FACTORIES, "CogVideoXImageToVideoPipeline")
 def cogvideox_image() -> Made:
     """CogVideoX's image-to-video: the image is extra channels of the first frame."""
     pipe = diffusers.CogVideoXImageToVideoPipeline(
@@ -64,7 +65,7 @@ def cogvideox_image() -> Made:
     return pipe, COGVIDEOX_CALL | {"image": video_image()}
 
 
-@factory("CogVideoXVideoToVideoPipeline")
+@factory(FACTORIES, "CogVideoXVideoToVideoPipeline")
 def cogvideox_video() -> Made:
     """CogVideoX's video-to-video."""
     pipe = diffusers.CogVideoXVideoToVideoPipeline(
@@ -73,7 +74,7 @@ def cogvideox_video() -> Made:
     return pipe, call | {"video": [video_image(16 * i) for i in range(9)]}
 
 
-@factory("MochiPipeline")
+@factory(FACTORIES, "MochiPipeline")
 def mochi() -> Made:
     """Mochi, whose time runs from 0 (noise) to 1 and whose velocity points to the data."""
     denoiser = diffusers.MochiTransformer3DModel(
@@ -87,7 +88,7 @@ def mochi() -> Made:
     return pipe, {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
 
 
-@factory("AllegroPipeline")
+@factory(FACTORIES, "AllegroPipeline")
 def allegro() -> Made:
     """Allegro, which predicts noise; its autoencoder decodes only in tiles."""
     denoiser = diffusers.AllegroTransformer3DModel(
@@ -106,7 +107,7 @@ def allegro() -> Made:
                   "clean_caption": False}
 
 
-@factory("LattePipeline")
+@factory(FACTORIES, "LattePipeline")
 def latte() -> Made:
     """Latte, which predicts noise and its variance; the pipeline drops the variance."""
     denoiser = diffusers.LatteTransformer3DModel(
@@ -123,7 +124,7 @@ def latte() -> Made:
     return pipe, {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
 
 
-@factory("AnimateDiffPipeline")
+@factory(FACTORIES, "AnimateDiffPipeline")
 def animatediff() -> Made:
     """AnimateDiff: a U-Net of SD 1.5 with motion modules."""
     tokens = tokenizer()
@@ -142,7 +143,7 @@ def animatediff() -> Made:
     return pipe, {"height": 16, "width": 16, "num_frames": 4}
 
 
-@factory("SanaVideoPipeline")
+@factory(FACTORIES, "SanaVideoPipeline")
 def sana() -> Made:
     """Sana-Video: linear attention over the latents of Wan's autoencoder."""
     denoiser = diffusers.SanaVideoTransformer3DModel(
