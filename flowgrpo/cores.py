@@ -40,7 +40,7 @@ class Reading:
     groups: tuple[tuple[float, float], ...] = ()
 
     def free_since(self, before: Reading, cores: int) -> float:
-        """How many of the cores were free for this process since then, its own included."""
+        """Number of cores that were free for this process since `before`, those that it used itself included."""
         seconds, own = self.at - before.at, self.own - before.own
         both = self.tasks.keys() & before.tasks.keys()
         ran, waited = (sum(self.tasks[task][i] - before.tasks[task][i] for task in both) for i in (0, 1))

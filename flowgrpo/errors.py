@@ -31,7 +31,7 @@ class UserError(ValueError):
         super().__init__(_CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text))
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook's cell shows in place of a traceback; `%debug` has the frames."""
+        """Lines that IPython shows in place of a traceback; `%debug` has the frames."""
         return [f"flowgrpo: error: {self}"]
 
 

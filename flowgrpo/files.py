@@ -137,7 +137,7 @@ def _header(path: str | Path) -> Iterator[Any]:
 
 
 def unsafe(text: str, nul: bool = True) -> str | None:
-    """What keeps a text from being a name or being written as UTF-8, a NUL only if it counts; None for a good one."""
+    """The character that keeps a text from being a name or UTF-8, in words; None for none. nul: NUL counts too."""
     if nul and "\0" in text:
         return "a NUL character"
     return "half of a surrogate pair" if _SURROGATE.search(text) else None

@@ -27,7 +27,9 @@ class HostWeights:
         copies: dict[int, torch.Tensor] = {}  # tied weights have one
         for place, name, tensor in [*self._tensors()]:
             if id(tensor) not in copies:
-                copies[id(tensor)] = self._copy(tensor)
+                if self.device.type == "cuda":
+                    _pin(tensor)
+                copies[id(tensor)] = _copy_to(tensor, self.device)
             self._waiting.append((place, name, tensor))
             place[name] = copies[id(tensor)]
 
@@ -46,11 +48,6 @@ class HostWeights:
                     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
                     if (plain or is_traceable_wrapper_subclass(tensor)) and tensor.device != self.device:
                         yield place, name, tensor
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            _pin(tensor)
-        return _copy_to(tensor, self.device)
 
 
 def _pin(tensor: torch.Tensor) -> None:

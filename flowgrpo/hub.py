@@ -53,7 +53,7 @@ def require(model: str) -> None:
 
 
 def of_recipe(model: str) -> str:
-    """How a folder is made that a packaged recipe of its name expects, as the end of a message; else nothing."""
+    """End of a message on a missing folder that the packaged recipe of its name explains how to make; else empty."""
     return f"; the first lines of the recipe {model} put that folder together" if model in recipes.names() else ""
 
 
@@ -96,8 +96,10 @@ def load_error(error: BaseException, model: str, what: str, expected: str, reaso
 
 
 def _other_sizes(error: BaseException) -> str | None:
-    """What differs where weights have other sizes than their configuration says; None for another error. transformers
-    logs them in a report and raises without them: they stand in the frame that raises."""
+    """Message on weights whose sizes differ from their configuration; None for another error.
+
+    The error of transformers does not name them. They are read from a local of the frame that raised it.
+    """
     for each in causes(error):
         step = each.__traceback__
         while step is not None:
@@ -112,8 +114,10 @@ def _other_sizes(error: BaseException) -> str | None:
 
 
 def refusal(error: BaseException, model: str) -> str | None:
-    """What to do about a hub that refuses a repository's files; None for another error. A library's own error may hide
-    the hub's, which is then its cause or context."""
+    """Advice on a hub that refuses a repository's files; None for another error.
+
+    A library's own error may hide the hub's, which is then its cause or context.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 

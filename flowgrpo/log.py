@@ -176,7 +176,7 @@ def status(text: str) -> Iterator[Any]:
 
 
 def in_terminal() -> bool:
-    """Whether stderr is a terminal that has a size; a bar prints nothing where it has none."""
+    """True if stderr is a terminal that has a size; a bar prints nothing where it has none."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError, AttributeError):

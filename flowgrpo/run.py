@@ -13,7 +13,7 @@ from flowgrpo.arguments import OMITTED, Omitted, Options, Prompts, Rewards, buil
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import matmul_precision, without_cudnn_attention
+from flowgrpo.device import describe, matmul_precision, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.evaluation import held_out
@@ -50,10 +50,9 @@ def _load_and_run(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dic
 
     setup, config, changed = ready.setup, ready.setup.config, ready.threads.look()
     if setup.first:
-        for line in loading.lines_before_loading(setup, ready.precision, asked):
-            print(line, flush=True)
-        if changed:
-            print(changed, flush=True)
+        count = setup.all_processes
+        print(f"device: {describe(setup.device)}, {count} process{'es' * (count > 1)}", f"precision: {ready.precision}",
+              *loading.machine_hints(asked, setup.device), *filter(None, [changed]), sep="\n", flush=True)
     set_seed(config.seed)
     loaded = loading.load(setup) if setup.loaded is None else setup.loaded
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))

@@ -53,7 +53,7 @@ def code_files(text: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a command that opens runs, or a recipe that is not trusted, may do.
+    """Permissions of a command that opens runs, or of a recipe that is not trusted.
 
     named: texts of the command line. allowed: texts of the recipe that may execute code and be reached. recipe: its
     file; None: opened runs. own: its code and addresses are yours, so that secrets alone are asked for. digest: of its
@@ -86,7 +86,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a recipe's value makes a run do beyond training here: in words, `does`.
+    """An effect of a recipe's value beyond training here: in words, `does`.
 
     path: the value's dotted key. text: the value. secrets: (a secret in words, its name, an address).
     """

@@ -63,8 +63,13 @@ def local_lora(given: str | Path | None) -> str | None:
 
 
 def page_of(given: Path, run: Path, name: str) -> Path:
-    """Default path of a file made from a run: in its folder, or here for a run of the hub."""
-    return Path(name) if hub.is_named(str(given)) else places.default_output(run, name)
+    """Default path of a file made from a run: in its folder, of a checkpoint with its epoch; here for a run of the hub.
+    Example: kohya.safetensors, kohya-epoch-00010.safetensors."""
+    if hub.is_named(str(given)):
+        return Path(name)
+    if not places.is_checkpoint(run):
+        return run / name
+    return places.run_of(run) / Path(name).with_stem(f"{Path(name).stem}-{run.name}")
 
 
 def one_weight(text: str | None) -> float | None:

@@ -19,8 +19,6 @@ from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
 
 if TYPE_CHECKING:
-    import torch
-
     from flowgrpo.data.prompts import Prompt
 
 # Facts of the built-in rewards, written by scripts/docs/build_docs.py.
@@ -51,7 +49,7 @@ def list_rewards() -> list[dict[str, Any]]:
 
 
 def facts_of(name: str) -> tuple[About, str, str | None]:
-    """What a reward states of itself, its first sentence, and the error of one that does not import."""
+    """(stated facts, first sentence of the docstring, import error in words or None) of a reward by its name."""
     try:
         thing = locate(name)
     except UserError as error:
@@ -87,7 +85,9 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
-    from flowgrpo.rewards.preprocessing import read_output  # loads torch
+    import torch
+
+    from flowgrpo.rewards.preprocessing import read_output
 
     reward, outputs = find(name, arguments), [read_output(file) for file in files]
     scores: dict[int, float | Failed] = {}
@@ -96,13 +96,9 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
-            of, batch = [prompts[i] for i in some], _stack([outputs[i] for i in some])
+            of = [prompts[i] for i in some]
+            batch: Any = [outputs[i] for i in some]
+            batch = torch.stack(batch) if torch.is_tensor(batch[0]) else batch
             [column] = promptly(partial(columns, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
             scores |= zip(some, column)
     return [scores[i] for i in range(len(files))]
-
-
-def _stack(outputs: list[Any]) -> torch.Tensor | list[str]:
-    import torch
-
-    return outputs if isinstance(outputs[0], str) else torch.stack(outputs)

@@ -120,7 +120,7 @@ def at(place: Place) -> Any:
 
 
 def dry_runs(features: Iterable[Feature]) -> list[DryRun]:
-    """What a dry run does for some features."""
+    """Import and make the dry runs of those features that have one."""
     return [at(feature.dry_run)() for feature in features if feature.dry_run]
 
 

@@ -139,8 +139,10 @@ WRITTEN = {"name", "model", "method", "reward", "prompts", "output", "seed", "de
 
 
 def migrate(raw: dict[str, Any]) -> dict[str, Any]:
-    """What a run recorded, its sections and the keys that its phases set under their names of today. Completions were
-    evaluated at a temperature of 0 before its default was None, which is 0 for them."""
+    """Rename the sections of a recorded configuration, and the keys that its phases set, to today's names.
+
+    Earlier versions evaluated completions at `text.eval_temperature: 0` by default. That default is None now.
+    """
     raw = {RENAMED.get(key, key): value for key, value in raw.items()}
     if isinstance(text := raw.get("text"), dict) and "generates" not in text and text.get("eval_temperature") == 0:
         raw["text"] = text | {"eval_temperature": None}
@@ -152,8 +154,7 @@ def migrate(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_place(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a run recorded, with the place of each file below its folder as it was replaced by the one that is in
-    `folder`."""
+    """Replace the run's former folder by `folder` in every path of a recorded configuration, where that file exists."""
     was = Path(str(raw["output"]), str(raw["name"]))
     if was.resolve() == folder.resolve():
         return raw

@@ -38,8 +38,10 @@ def is_packaged(recipe: Path) -> bool:
 
 
 def foreign(recipe: Path) -> str | None:
-    """Where a recipe lies that is not the user's, in words; None for one below the working folder, as for a packaged
-    one. One in a repository that lies below the working folder was cloned there."""
+    """The reason, in words, why a recipe is not the user's; None for a packaged one and one below the working folder.
+
+    A recipe in a repository of its own below the working folder was cloned there: it is not the user's.
+    """
     file, here = recipe.resolve(), Path.cwd().resolve()
     if is_packaged(file):
         return None

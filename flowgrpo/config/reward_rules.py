@@ -140,7 +140,7 @@ class Limit(Section):
         return 1 if self.at_most is None else -1
 
     def violation(self, mean: float) -> float:
-        """How far a mean is beyond the bound, below 0 where it is kept."""
+        """Distance of a mean beyond the bound; negative while the bound is kept."""
         return mean - self.at_most if self.at_most is not None else (self.at_least or 0.0) - mean
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ class RewardRule(WatchRule):
 
     @property
     def strength(self) -> str:
-        """What a run makes of the reward: its weight, or its limit."""
+        """The weight or the limit, in words."""
         return f"weight {self.weight:g}" if self.limit is None else str(self.limit)
 
     @property

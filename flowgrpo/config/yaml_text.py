@@ -127,7 +127,7 @@ def read(path: Path) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """What is wrong with a YAML text, with line and column where they are known."""
+    """Message of an error of the YAML parser in one line, with the place where it knows one."""
     mark = getattr(error, "problem_mark", None)
     if mark:
         return f"{getattr(error, 'problem')} (line {mark.line + 1}, column {mark.column + 1})"

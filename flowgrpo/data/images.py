@@ -53,7 +53,7 @@ def read_image(path: str | Path, size: Size | None = None, opaque: bool = False,
 
 
 def fit_of(path: str | Path, size: Size) -> str:
-    """How a pipeline of this process brought a file's image to a size: "squeeze", or "crop" where none did."""
+    """"squeeze" if a pipeline of this process changed the image's proportions to get this size, else "crop"."""
     return SQUEEZE if _seen.get(str(Path(path).resolve())) == size else CROP
 
 

@@ -45,7 +45,7 @@ class Inputs:
     place: str = field(default="a prompt", compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """What is there by its key; one reference image under `image`, several under `images`."""
+        """Present inputs by their keys; one reference image is under `image`, several are under `images`."""
         images = {"image": self.images[0]} if len(self.images) == 1 else {"images": self.images} if self.images else {}
         others = {key: getattr(self, key) for key in (*FILES, SCALE)}
         return images | {key: value for key, value in others.items() if value is not None}
@@ -56,7 +56,7 @@ class Inputs:
                 yield key, path
 
     def metadata(self) -> dict[str, Any]:
-        """What rewards see: full paths under the same keys. The first of several images is under `image` too."""
+        """Full paths under the keys of `as_dict`, for rewards. The first of several images is under `image` too."""
         facts: dict[str, Any] = {"image": str(Path(self.images[0]).resolve())} if self.images else {}
         for key, value in self.as_dict().items():
             facts[key] = value if key == SCALE else [str(Path(path).resolve()) for path in value] \

@@ -138,7 +138,7 @@ def note_on_test_sets(prompts: str) -> str | None:
 
 
 def caution(prompts: str) -> str:
-    """What the report and the card of a run with `train_on_test_set` say."""
+    """Warning in the report and the model card of a run with `train_on_test_set`."""
     name = Path(prompts).name if test_set(prompts) != prompts else prompts
     return (f"Trained on {name}, a test set (train_on_test_set): no score on it, held-out prompts included, can be "
             "compared with that of a model that was not")
@@ -150,8 +150,8 @@ def load(source: Path | str) -> list[Prompt]:
 
 
 def resolve_prompts(prompts: Path | str) -> list[Prompt]:
-    """What --prompts means in every command: the training side of a set by its name, a file, or hub:OWNER/NAME. Raises
-    UserError if there are none."""
+    """Prompts of an argument --prompts: the training side of a named set, a file, or hub:OWNER/NAME.
+    Raises UserError if there are none."""
     name = str(prompts)
     if name in SETS:
         return load(SETS[name].train)

@@ -31,7 +31,7 @@ _known: dict[str, str | None] = {}  # by `_state`: why a file cannot be read, No
 
 
 def _state(place: Place) -> str:
-    """What a verdict holds for; of a folder, its newest file counts."""
+    """Key of a verdict: path, time, size and kind of a file. Of a folder: newest time and sum of sizes."""
     path = Path(place[0])
     try:
         files = [path, *path.iterdir()] if path.is_dir() else [path]

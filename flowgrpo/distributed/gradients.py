@@ -104,19 +104,16 @@ class Buckets(GradientSum):
         if not self._failed:
             self._receive(self._sent - 2)
             for number, start, stop, at in pieces:
-                if not start:
-                    self._take(number)
+                if not start:  # take the gradient, zeros in the place of none
+                    parameter = self.parameters[number]
+                    if parameter.grad is not None:
+                        self._present.add(number)
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    self._sums[number], parameter.grad = gradient.contiguous().view(-1), None
                 buffer[at:at + stop - start] = self._sums[number][start:stop]
         self._sent += 1
         [*_, (_, start, stop, at)] = pieces
         self._flying[self._sent - 1] = distributed.all_reduce(buffer[:at + stop - start], async_op=True)
-
-    def _take(self, number: int) -> None:
-        parameter = self.parameters[number]
-        if parameter.grad is not None:
-            self._present.add(number)
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._sums[number], parameter.grad = gradient.contiguous().view(-1), None
 
     def _receive(self, bucket: int) -> None:
         """Wait for a bucket, on a GPU its stream alone, and take its sums."""

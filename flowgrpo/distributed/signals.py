@@ -44,7 +44,7 @@ class Stopped(KeyboardInterrupt):
     """Stop requested, at a point where the run's state is consistent."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook's cell shows in place of a traceback."""
+        """Lines that IPython shows in place of a traceback."""
         return ["flowgrpo: stopped; the same call with resume=\"auto\" goes on from what was saved"]
 
 

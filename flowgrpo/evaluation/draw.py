@@ -54,7 +54,7 @@ class Painter:
             loading.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
-        """How an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        """Generation settings of an image, as AUTOMATIC1111 and ComfyUI read them."""
         plan, weight = self.plan, self.plan.arms[arm]
         if arm not in self.settings:
             tuned = plan.tuned if weight else None
@@ -131,7 +131,7 @@ DRAWINGS = Medium("image", Drawer, Ledger, _between_images, 8, "image")
 
 
 def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
-    """What a model makes: images or clips by denoising, texts, or images by image tokens.
+    """Kind of sample that a model makes: images or clips by denoising, texts, or images by image tokens.
 
     config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
     texts.

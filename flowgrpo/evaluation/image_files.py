@@ -50,7 +50,7 @@ def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = N
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
-    """What all images of a call share, by the names of AUTOMATIC1111.
+    """Settings that all images of a call share, by the names of AUTOMATIC1111.
 
     arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a finished run, its
     checkpoint, a folder with a LoRA, or its file.
@@ -65,8 +65,9 @@ def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None,
 
 
 def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
-    """How an image [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the negative
-    prompt (without that line ComfyUI reads nothing), and a line of settings.
+    """Generation settings of an image [3, H, W] or clip [F, 3, H, W] in AUTOMATIC1111's notation.
+
+    Its lines are the prompt, the negative prompt, and the settings. ComfyUI needs the second also if it is empty.
 
     seed: of the image's own noise.
     """

@@ -117,7 +117,7 @@ def require_disk(output: str | Path, files: int) -> None:
 
 
 def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(itertools.chain(*FILES.values()))) -> bool:
-    """Whether `output` is the file of one sample, by its ending, and no folder.
+    """True if `output` is the file of one sample, by its ending; False for a folder.
 
     Raises UserError if it cannot be written, or is a file and there are several samples.
     """

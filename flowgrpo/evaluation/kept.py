@@ -49,7 +49,7 @@ class Sibling:
         return " + ".join(Path(place).name for place in (self.model, self.lora) if place)
 
     def files(self, config: Config) -> Load:
-        """Where its weights are: those of the run where it is the run's model with a LoRA."""
+        """Section `load` of this model: that of the run, if it is the run's own model, with its LoRA fused in."""
         files = config.load if self.model == config.model else Load()
         fused = [Fused(path=self.lora, scale=self.scale)] if self.lora else []
         return files.model_copy(update={"lora": [*files.lora, *fused],

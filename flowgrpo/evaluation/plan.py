@@ -268,7 +268,7 @@ class Hand(Protocol):
         """Return a sample per place."""
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
-        """How a sample was drawn, None where that is not stored."""
+        """Generation settings of a sample; None for a kind that stores none."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Extended(Protocol):
         """Give them the last measurement of the run."""
 
     def summary(self) -> list[str]:
-        """What they say in the run's summary."""
+        """Their sentences in the run's summary."""
 
 
 class Trainer(Protocol):

@@ -78,7 +78,7 @@ def writes(model: str, config: Config | None = None) -> bool:
 
 
 def drivable(loaded: Any) -> Any:
-    """What a user has loaded, a ModularPipeline as one that can be driven."""
+    """Wrap a ModularPipeline so that it can be driven; return any other loaded model unchanged."""
     if not hasattr(loaded, "_blocks"):
         return loaded
     from flowgrpo.policies.pipelines import modular

@@ -44,7 +44,7 @@ def is_file(model: str) -> bool:
 
 
 def base(model: str, files: Load) -> str:
-    """What a LoRA that was trained on this model needs as its base, in words."""
+    """Base model of a LoRA that was trained with these files, in words and Markdown."""
     parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
     parts += [f"its autoencoder from `{files.vae}`"] * (files.vae is not None)
     parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)

@@ -84,14 +84,6 @@ def weights_of(path: Path, epoch: int | None = None) -> Path:
     return saved[epoch]
 
 
-def default_output(path: Path, name: str) -> Path:
-    """The default path of a file made from weights: in the run's folder, of a checkpoint with its epoch.
-    Example: kohya.safetensors, kohya-epoch-00010.safetensors."""
-    if not is_checkpoint(path):
-        return path / name
-    return run_of(path) / Path(name).with_stem(f"{Path(name).stem}-{path.name}")
-
-
 LOCK = ".lock"  # in the folder of an active run
 
 

@@ -52,7 +52,7 @@ def compare(trainer: Run, epoch: Epoch) -> list[Part]:
 
 
 def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
-    """What credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
+    """Inputs of credit besides rewards, of all processes in one order of prompts. keys: of all groups."""
     scoring, strides = trainer.scoring, len(trainer.method.rollout.strides)
     groups, samples = _groups(trainer, epoch, keys), _samples(trainer, epoch.parts)
     weights = scoring.weights

@@ -112,12 +112,12 @@ class Extension:
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        """How the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
+        """First words of a refusal: the setting that asks for it. Empty: it stays off where it does not go."""
         return f"the extension {cls.__name__} is on"
 
     @classmethod
     def requirements(cls, setup: Setup) -> frozenset[str]:
-        """What this run must have: `needs`, where no setting adds to it."""
+        """Capabilities that this run must have: `needs`, if no setting adds to it."""
         return cls.needs
 
     @classmethod
@@ -127,7 +127,7 @@ class Extension:
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        """What it does not go with besides the lack of what it needs, in words, and whether it applies."""
+        """Reasons for a refusal besides a lack of what it needs, in words; True for each that applies."""
         return {}
 
     def __init__(self, trainer: Run):
@@ -184,7 +184,7 @@ class Extension:
         """Read the last measurement of a run, under the weights that it keeps."""
 
     def summary(self) -> str | None:
-        """What the run's summary and its report say of it."""
+        """Sentence in the run's summary and report; None for none."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, values) for a checkpoint."""
@@ -213,7 +213,7 @@ class Extensions:
 
     @property
     def seconds_left(self) -> Callable[[], float | None] | None:
-        """What tells how long the run may still take, if one knows."""
+        """The function by which an extension tells the seconds that the run may still take; None if none does."""
         return next((extension.seconds_left for extension in self.present if extension.seconds_left), None)
 
     def around_epoch(self) -> ExitStack:

@@ -90,8 +90,8 @@ class KLReference:
                     self.cached[id(part)] = self._offload_scores(self.replay(part))
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
-        """What the denoiser's calls of this process go by, in an update of parts or in their scoring.
-        Of prompts with guidance scales of their own nothing is known: the rank stands for them."""
+        """Keys of parts; processes whose keys are equal call the denoiser alike, in updates and in scoring.
+        Prompts with guidance scales of their own have the rank in their key, which no other process shares."""
         scales = getattr(self.conditioning, "scales", None)
         return [(processes.rank if scales else None, id(part) in self.cached, calls(part)) for part in parts]
 

@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import bf16_speed, describe
+from flowgrpo.device import bf16_speed
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
@@ -51,15 +51,6 @@ def few_step_hints(config: Config, method: Method, pipe: Any) -> Iterator[str]:
     if isinstance(method.target, (NoisedFinals, RecordedPairs)):
         yield (f"hint: {config.method} trains on noised samples, which blurs a model of few steps ({why}): take "
                f"--method={facts.method}, which trains the model's own steps, or set a limit: docs/reward_hacking.md")
-
-
-def lines_before_loading(setup: Setup, precision: str, asked: str) -> Iterator[str]:
-    """Yield the lines of a run whose model is not loaded yet.
-    precision: in words; asked: as the recipe has it, `auto` included."""
-    count = setup.all_processes
-    yield f"device: {describe(setup.device)}, {count} process{'es' * (count > 1)}"
-    yield f"precision: {precision}"
-    yield from machine_hints(asked, setup.device)
 
 
 def load(setup: Setup) -> Any:

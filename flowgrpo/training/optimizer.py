@@ -102,16 +102,6 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch
     return norm
 
 
-def gradient_sum(config: Config, policy: Policy, processes: Processes, alone: bool) -> GradientSum:
-    """How the gradients of a step are summed. alone: no extension adds to them behind the replays' backwards."""
-    parameters, denoisers = policy.weights.parameters(), [*getattr(policy, "denoisers", {}).values()]
-    if policy.weights.sharded and alone and len(denoisers) == 1:
-        return SumOnce(processes, parameters, denoisers[0])
-    if config.adapter.rank or policy.weights.sharded or processes.count * processes.members == 1:
-        return GradientSum(processes, parameters)
-    return Buckets(processes, parameters, alone and processes.members == 1)
-
-
 def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
     """Move an average towards the present parameters, on its device: decay * average + (1 - decay) * parameters.
     Of sharded parameters it holds this process's rows."""
@@ -138,13 +128,20 @@ class Optimization:
     scale: factor of the learning rate, which extensions may change.
     unscheduled: steps so far that the schedule does not count, as those of data alone.
     ema: moving average of the trained weights, by name; None without `train.ema`.
+    alone: no extension adds to the gradients behind the replays' backwards.
     """
 
     def __init__(self, config: Config, policy: Policy, processes: Processes, alone: bool = True):
         self.config = config
         self.policy = policy
         self.parameters = policy.weights.parameters()
-        self.gradients = gradient_sum(config, policy, processes, alone)
+        denoisers, sharded = [*getattr(policy, "denoisers", {}).values()], policy.weights.sharded
+        if sharded and alone and len(denoisers) == 1:
+            self.gradients: GradientSum = SumOnce(processes, self.parameters, denoisers[0])
+        elif sharded or config.adapter.rank or processes.count * processes.members == 1:
+            self.gradients = GradientSum(processes, self.parameters)
+        else:
+            self.gradients = Buckets(processes, self.parameters, alone and processes.members == 1)
         self.optimizer = make_optimizer(config.train, self.parameters, policy.weights.lr_shares)
         # The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the
         # gradients down again. If they overflow, the step is skipped and the scale halved.

@@ -80,7 +80,7 @@ def check_whole_groups(setup: Setup) -> None:
 
 
 def _reasons(config: Config, method: Method, processes: int) -> dict[str, bool]:
-    """What needs whole groups, and whether this method or configuration has it."""
+    """Reasons to need whole groups, in words; True for each that this method or configuration has."""
     reasons = {"parts.redraw replaces whole groups": method.redraw is not None,
                "memory.shard takes processes that sample alike, each samples of one group":
                    config.memory.shard and processes % config.train.prompts != 0,

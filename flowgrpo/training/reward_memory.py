@@ -48,7 +48,7 @@ def describe_rewards(sizes: dict[str, dict[str, int] | None], config: Config) ->
 
 
 def parts_that_leave(config: Config) -> list[str]:
-    """What leaves the device while it has nothing to do."""
+    """Parts that leave the device while they have nothing to do."""
     room = config.memory
     parts = {"text encoders": room.encoders == "cpu", "recorded states": room.states == "cpu",
              "reward models": room.rewards == "cpu"}

@@ -303,7 +303,7 @@ class Scoring:
 
 
 def diversity(outputs: Outputs, group: int) -> list[float]:
-    """How far the samples of every group are apart; nothing for groups of one.
+    """Mean distance between the samples of every group; empty for groups of one.
     Images and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
     the share of the samples that repeat none before them."""
     values = []

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
-    """What a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out.
+    """A prompt's images and videos, in order, as upright RGB. A file that cannot be read any more is left out.
 
     frames: number of frames of a source video; None: all.
     """

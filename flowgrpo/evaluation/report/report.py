@@ -108,7 +108,7 @@ def _data(run: Path) -> dict[str, Any]:
 
 
 def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[str, Any]:
-    """What a run's summary says of its training: the epochs that trained, if none did, and both in words.
+    """Entry `trained` of a run's summary: the number of epochs that trained, True if none did, and both in words.
     errors: as of `outcome`."""
     ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN), errors,
                     _read(run / snapshots.FOLDER / "ranges.json"))

@@ -1,4 +1,4 @@
-"""What a pipeline makes: its images' channels, frames of clips, their number and how many a second."""
+"""Output of a pipeline: channels of its images; number and rate of the frames of its clips."""
 
 from __future__ import annotations
 

@@ -232,17 +232,11 @@ def guided(parts: list[Any], scale: float, task: Segment | None, idle: int) -> I
         part.guidance_scale, part._enabled = scale, bool(scale)
         if task is not None:
             vars(part).update({name: None for name in vars(part) if MOMENTUM in name})
-            vars(part)["set_state"] = _of_grid(part.set_state, task, idle)
+            vars(part)["set_state"] = lambda step, num_inference_steps, timestep, stock=part.set_state: stock(
+                step=task.steps.start + max(step - idle, 0), num_inference_steps=len(task.grid) - 1, timestep=timestep)
     try:
         yield
     finally:
         for part, kept in zip(parts, before, strict=True):
             vars(part).clear()
             vars(part).update(kept)
-
-
-def _of_grid(set_state: Any, task: Segment, idle: int) -> Any:
-    def of_grid(step: int, num_inference_steps: int, timestep: Any) -> None:
-        set_state(step=task.steps.start + max(step - idle, 0), num_inference_steps=len(task.grid) - 1,
-                  timestep=timestep)
-    return of_grid

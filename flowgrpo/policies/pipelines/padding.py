@@ -44,8 +44,16 @@ def learn(encode: Callable[[list[str]], Calls]) -> Masks | None:
 def pad_calls(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
     """Return the values of prompts, [1, L, ...] each, with zeros up to the longest of each call that mixes lengths, and
     masks where it has none."""
-    calls = [_pad_rows(rows, masks[c]) if _has_mixed_lengths(rows) else rows for c,
-             rows in enumerate(zip(*prompts, strict=True))]
+    calls = []
+    for c, rows in enumerate(zip(*prompts, strict=True)):
+        if _has_mixed_lengths(rows):
+            rows = tuple(tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
+                               for v, (value, kind) in enumerate(zip(row, masks[c], strict=True))) for row in rows)
+            sizes = [max(map(_length, values)) for values in zip(*rows)]  # 0 without an L
+            rows = tuple(tuple(pad(value, [0, 0] * (value.ndim - 2) + [0, size - value.shape[1]])
+                               if 0 < _length(value) < size else value for value, size in zip(row, sizes))
+                         for row in rows)
+        calls.append(rows)
     return [*zip(*calls)]
 
 
@@ -61,14 +69,6 @@ def read(text: str) -> Masks | None:
 
 def _has_mixed_lengths(rows: Sequence[tuple[Any, ...]]) -> bool:
     return len({tuple(value.shape if torch.is_tensor(value) else None for value in row) for row in rows}) > 1
-
-
-def _pad_rows(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
-    filled = [tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
-                    for v, (value, kind) in enumerate(zip(row, kinds, strict=True))) for row in rows]
-    sizes = [max(map(_length, values)) for values in zip(*filled)]  # 0 without an L
-    return [tuple(pad(value, [0, 0] * (value.ndim - 2) + [0, size - value.shape[1]]) if 0 < _length(value) < size
-                  else value for value, size in zip(row, sizes)) for row in filled]
 
 
 def _length(value: Any) -> int:

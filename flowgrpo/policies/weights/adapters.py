@@ -96,8 +96,9 @@ def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def said_of(file: Path, metadata: Mapping[str, str], whole: bool = True) -> dict[str, Any]:
-    """What a LoRA's file says of itself: peft's configuration beside it, or diffusers' metadata with the part before
-    each key, as in `unet.r`; empty without either.
+    """Configuration of a LoRA's file: peft's, beside it, or diffusers' metadata; empty without either.
+
+    Keys of the metadata begin with the part, as in `unet.r`.
 
     whole: a rank and an alpha have to be there. Raises UserError for another kind of adapter, and for a rank or an
     alpha that is none.

@@ -154,7 +154,7 @@ def _size(down: Tensor, up: Tensor) -> float:
 
 
 def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn.Module], adapter: str) -> str:
-    """How many layers of which parts a loaded LoRA changes, in words.
+    """Number of layers that a loaded LoRA changes in each part, in words.
 
     held: what its files hold. parts: modules of the pipeline, by name. Raises UserError where that is not all that the
     files hold: a loader splits a layer of several projections, but the squared norms of all changes have one sum.
@@ -384,7 +384,7 @@ def layer_names(module: torch.nn.Module) -> list[str]:
 
 
 def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> Start | None:
-    """What the files of a LoRA hold, by diffusers' names; None where these are not known without the model.
+    """Ranks, alpha and DoRA of a LoRA's files by diffusers' layer names; None where these need the model.
 
     cls: of the pipeline. modules: its denoisers and text encoders, which need no values; none where they are not known.
     Raises UserError as `read`, and where diffusers does not read the files' form.
@@ -428,14 +428,6 @@ def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> St
             return None
         found[names_there[0]] = rank
     return Start(found, alphas.pop() if len(alphas) == 1 else None, dora) if found else None
-
-
-def live_start(layers: Mapping[str, LoraLayer]) -> Start:
-    """What the LoRA beside the trained one, INIT, is of. layers: by part and name, with or without it."""
-    own = {key: layer for key, layer in layers.items() if INIT in layer.lora_A}
-    alphas = {layer.scaling[INIT] * layer.r[INIT] for layer in own.values()}
-    return Start({key: layer.r[INIT] for key, layer in own.items()}, alphas.pop() if len(alphas) == 1 else None,
-                 any(INIT in layer.lora_magnitude_vector for layer in own.values()))
 
 
 def targets_for(layers: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -152,8 +152,14 @@ class TrainableWeights:
         """Raise UserError as `lora_files.require_start` for the LoRA that is beside the live one."""
         others = {name: module for name, module in self._others().items() if name.startswith(lora_files.ENCODER)
                   or lora_layers(module)}
-        start = lora_files.live_start(self.layers() | {f"{name}.{key}": layer for name, module in others.items()
-                                                       for key, layer in lora_layers(module).items()})
+        layers = self.layers() | {f"{name}.{key}": layer for name, module in others.items()
+                                  for key, layer in lora_layers(module).items()}
+        init = lora_files.INIT
+        own = {key: layer for key, layer in layers.items() if init in layer.lora_A}
+        alphas = {layer.scaling[init] * layer.r[init] for layer in own.values()}
+        start = lora_files.Start({key: layer.r[init] for key, layer in own.items()},
+                                 alphas.pop() if len(alphas) == 1 else None,
+                                 any(init in layer.lora_magnitude_vector for layer in own.values()))
         lora_files.require_start(setting, path, start, self.adapter, self.modules, self.modules | others, ranks)
 
     def soup(self, paths: Sequence[str], shares: Sequence[float]) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ def compare(scores: Mapping[str, np.ndarray], reference: str) -> dict[str, dict[
 
 
 def first_crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None:
-    """Where a curve of (x, y) first reaches a goal, on straight lines between its points; None: nowhere."""
+    """First x at which a curve of (x, y) reaches a goal, on straight lines between its points; None for none."""
     if points and points[0][1] >= goal:
         return points[0][0]
     for (before, low), (after, high) in itertools.pairwise(points):
@@ -115,7 +115,7 @@ def mean_path(paths: Sequence[Sequence[tuple[int, float, float, float]]], of: in
 
 
 def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
-    """What a finished run says of itself.
+    """Results of a finished run, from its files.
 
     curve: (evaluations, accuracy) from the base on; frontier: see `frontier`; scores: accuracy of every held-out
     prompt; seconds: of training; zero_variance: mean share of groups whose samples had the same accuracy, None if it

@@ -288,7 +288,7 @@ class Plan:
 
 
 def settings(request: Request) -> dict[str, Any]:
-    """What all runs of a bench share; methods, seeds and the reference may be added later."""
+    """Settings that all runs of a bench share; methods, seeds and the reference may be added later."""
     return {"model": request.model, "evaluations": request.evaluations, "points": request.points,
             "prompts": request.prompts}
 

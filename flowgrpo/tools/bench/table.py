@@ -69,8 +69,8 @@ def unequal(results: dict[str, Any]) -> bool:
 
 
 def costs(results: dict[str, Any]) -> Rows:
-    """What every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity. `COST` says
-    what the columns are."""
+    """Table of what every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity.
+    `COST` explains the columns."""
     shares = [f"to {share:.0%}" for share, _ in results["goals"]]
     heads = ["method", *shares, "epochs", "seconds", "zero variance", "KL", "diversity", *results["watched"]]
     rows = []
@@ -157,7 +157,7 @@ def as_csv(results: dict[str, Any]) -> str:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What a reader needs to know of the bench, a paragraph each."""
+    """Notes below the tables of a bench, a paragraph each."""
     trained = ", ".join(results["trained"])
     budget = results.get("budget", "the epoch that reaches them is finished")  # of earlier versions
     lines = [f"{results['evaluations']:,} {results['unit'] or 'evaluations'} per run ({budget}), seeds 0 to "

@@ -81,8 +81,8 @@ class Need:
 
 
 def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
-    """What a configuration needs, the missing first. sizes: gigabytes of a published model, for when the hub does not
-    answer."""
+    """Extras and repositories that a configuration needs, the missing first.
+    sizes: gigabytes of a published model, for when the hub does not answer."""
     found = [Need("extra", extra, present(extra)) for extra in extras(config)]
     licence, gated = model_licences().get(config.model, ("", False))
     if REPOSITORY.fullmatch(config.model) and not Path(config.model).exists():
@@ -96,7 +96,7 @@ def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None)
 
 
 def missing(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
-    """What a run lacks, as `needs`; nothing for a single extra or reward, whose own error says what to do."""
+    """The missing ones of `needs`; empty for a single extra or reward, whose own error has the advice."""
     lacking = [need for need in needs(config, sizes) if not need.here]
     return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
@@ -204,7 +204,7 @@ def _repository(what: str, name: str, revision: str | None, file: str | None, we
 
 
 def _to_accept(name: str) -> str:
-    """What the user has to do before a gated repository gives its files; "" if it does."""
+    """Advice on a gated repository that does not give its files to this user yet; "" if it does."""
     from huggingface_hub import HfApi, constants
 
     try:

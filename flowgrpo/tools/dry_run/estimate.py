@@ -302,27 +302,20 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
 def _count_replay_waits(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs. Optimizer
     steps are counted as a phase of their own, and so are large weights that come once an epoch."""
-    waits, backward, step = Counter[str](), trainer.backward, trainer.optimization.step
+    waits, backward = Counter[str](), trainer.backward
     weights: Any = trainer.policy.weights
-    load = weights.load
 
     def count_backward(*args: Any) -> None:
         with meta.measure() as work:
             backward(*args)
         waits.update(work.waits)
 
-    def sharded_step(*args: Any) -> torch.Tensor:
-        with meta.during(ONCE), meta.sharding():
-            return step(*args)
-
-    def load_once(values: dict[str, torch.Tensor]) -> None:
-        with meta.during(ONCE):
-            load(values)
-
     observed: Any = trainer
-    observed.backward, observed.optimization.step = count_backward, sharded_step
+    observed.backward = count_backward
+    # A context manager that decorates a function is entered by each of its calls.
+    observed.optimization.step = meta.during(ONCE)(meta.sharding()(trainer.optimization.step))
     if weights.large:
-        weights.load = load_once
+        weights.load = meta.during(ONCE)(weights.load)
     return waits
 
 

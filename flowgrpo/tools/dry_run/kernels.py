@@ -109,7 +109,8 @@ class Autocast(TorchFunctionMode):
         if name in LOWER:
             args, kwargs = tree_map_only(torch.Tensor, self.lower, (args, kwargs))
         elif name in FULL:
-            args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in (
+                torch.bfloat16, torch.float16) else tensor, (args, kwargs))
         return function(*args, **kwargs)
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,10 +121,6 @@ class Autocast(TorchFunctionMode):
         if id(tensor) not in self.casts:
             self.casts[id(tensor)] = tensor.to(self.dtype)
         return self.casts[id(tensor)]
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 @contextlib.contextmanager
@@ -173,7 +170,8 @@ class HostValues:
         known = all(tensor.untyped_storage()._cdata in self._copies for tensor in inputs)
         if known and (inputs or name in FACTORIES) and len(outputs) == 1 and outputs[0].numel() <= LARGEST:
             host = {"device": "cpu"} if "device" in kwargs else {}
-            args, kwargs = tree_map_only(torch.Tensor, self._on_host, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: self.read(tensor) if tensor.is_meta else tensor, (args, kwargs))
             result = function(*args, **kwargs | host)
             if torch.is_tensor(result):
                 self.set(outputs[0], result)
@@ -184,8 +182,3 @@ class HostValues:
     def forget(self, tensor: torch.Tensor) -> None:
         """Forget the value of a tensor and of its views."""
         self._copies.pop(tensor.untyped_storage()._cdata, None)
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = self.read(tensor) if tensor.is_meta else tensor
-        assert value is not None
-        return value

@@ -55,7 +55,12 @@ def find(config: Config, gpu: GPU, processes: int, run: Callable[[GPU], Estimate
         return run(gpu)
     if (profile := packaged().get(digest)) is None:
         profile = _cached(digest, lambda: as_profile(run(gpu if alone else EveryGPU(*astuple(gpu)))))
-    return _estimate(profile, 0 if alone else place)
+    phases = {}
+    for name, values in profile["phases"].items():
+        seconds, waits = values["seconds"], Counter(values["waits"])
+        phases[name] = Phase(**values | {"seconds": seconds[0 if alone else place % len(seconds)], "waits": waits})
+    rest = {key: value for key, value in profile.items() if key not in ("commit", "recipe")}
+    return Estimate(**rest | {"phases": phases, "away": frozenset(profile["away"])}, stored=profile.get("commit", ""))
 
 
 def digest_of(config: Config, processes: int, gpu: GPU | None = None) -> str | None:
@@ -104,12 +109,3 @@ def as_profile(counts: Estimate) -> dict[str, Any]:
               for name, phase in counts.phases.items()}
     own = {key: value for key, value in vars(counts).items() if key not in ("phases", "factors", "source", "stored")}
     return own | {"phases": phases, "away": sorted(counts.away)}
-
-
-def _estimate(profile: dict[str, Any], place: int) -> Estimate:
-    phases = {}
-    for name, values in profile["phases"].items():
-        seconds, waits = values["seconds"], Counter(values["waits"])
-        phases[name] = Phase(**values | {"seconds": seconds[place % len(seconds)], "waits": waits})
-    rest = {key: value for key, value in profile.items() if key not in ("commit", "recipe")}
-    return Estimate(**rest | {"phases": phases, "away": frozenset(profile["away"])}, stored=profile.get("commit", ""))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from flowgrpo.policies.pipelines.rlg import inside
 from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
 
 
@@ -49,8 +51,9 @@ class Repeats:
         self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
         self._layers = list(policy.weights.layers().values())
         for module in policy.denoisers.values():
-            for part in module.modules() if policy.driver.casts else ():
-                part.forward = self._repeat_arithmetic(part.forward)
+            for part in module.modules() if policy.driver.casts else ():  # a backward may call it again
+                part.forward = inside(lambda: policy.driver.arithmetic() if gpu.autocast is None else nullcontext(),
+                                      part.forward)
             module.forward = self._forward(module, module.forward)
         policy.run, policy.decode = self._run(policy.run), self._decode(policy.decode)
         policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
@@ -75,16 +78,6 @@ class Repeats:
                 self._cast(module)
             adapted = not any(layer.disable_adapters for layer in self._layers)
             return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
-        return answer
-
-    def _repeat_arithmetic(self, forward: Callable) -> Callable:
-        """Forward with the arithmetic of the first one if a backward pass calls it again."""
-        @functools.wraps(forward)
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            if self.gpu.autocast is not None:
-                return forward(*args, **kwargs)
-            with self.policy.driver.arithmetic():
-                return forward(*args, **kwargs)
         return answer
 
     def _cast(self, module: torch.nn.Module) -> None:

@@ -93,13 +93,7 @@ def _shard_trained(meta: MetaGPU, policy: Any, processes: int) -> None:
     meta.shard(weights.parameters())
     for block in (block for module in policy.denoisers.values() for block in blocks(module)):
         meta.spare = max(meta.spare, 3 * _bytes(_tensors([block])) + 4 * sum(p.numel() for p in block.parameters()))
-    made = weights.copies
-
-    def make_shards(*args: Any) -> Any:
-        with meta.sharding():
-            return made(*args)
-
-    weights.copies = make_shards
+    weights.copies = meta.sharding()(weights.copies)  # each call enters the context
 
 
 def _frozen_tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

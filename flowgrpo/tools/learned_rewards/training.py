@@ -189,8 +189,13 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
         margins = scores[0] - scores[1]
         return right(margins, sides[1][1]).nanmean().item(), -bradley_terry(margins, sides[1][1]).item()
 
-    best = fit(network, epochs, lambda numbers: _loss(network, (*sides[0], apart), numbers, settings, device), measured,
-               settings)
+    def loss(numbers: list[int]) -> Tensor:
+        rows = {key: value[:, numbers].flatten(0, 1).to(device) for key, value in sides[0][0].items()}
+        with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.bf16):
+            chosen, rejected = network(**rows).float().chunk(2)
+        return bradley_terry(chosen - rejected - apart[numbers].to(device), sides[0][1][numbers].to(device))
+
+    best = fit(network, epochs, loss, measured, settings)
     scores = _scores(network, sides[1][0], settings, device)
     accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
                   for i, name in enumerate(names)}
@@ -277,15 +282,6 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
     shown.close()
     network.load_state_dict(best[3])
     return best[2]
-
-
-def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[int], settings: Settings,
-          device: str) -> Tensor:
-    rows = {key: value[:, numbers].flatten(0, 1).to(device) for key, value in side[0].items()}
-    with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.bf16):
-        chosen, rejected = network(**rows).float().chunk(2)
-    apart = side[2][numbers].to(device)  # what the scores are to differ by
-    return bradley_terry(chosen - rejected - apart, side[1][numbers].to(device))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class Ballot:
             self.history.append(number)
 
     def state(self) -> dict[str, Any]:
-        """What the page shows; at the end the table."""
+        """JSON of the page: the next pair and the progress; at the end the table."""
         with self._lock:
             seen = set(self.history)
             waiting = [number for number in self.order if number not in seen]

@@ -105,7 +105,7 @@ class LiveBallot:
     # --- the page ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What the page shows: of the present batch, how much is done."""
+        """JSON of the page: the next two questions and the progress in their batch."""
         with self._changed:
             ended, waiting = self.is_finished, [] if self.is_finished else self._open()
             asked = [self.questions[name] for name in waiting[:2]]
@@ -179,8 +179,10 @@ class LiveBallot:
                      and self.questions[name].batch > self._learned), None)
 
     def against(self) -> dict[str, Any] | None:
-        """How often the model won its last blind pairs with the base, from other noises, a tie as one half, with
-        Wilson's 95 % interval; None before the first."""
+        """Wins of the model in its last RECENT blind pairs with the base, with Wilson's 95 % interval.
+
+        A tie is one half; the noises of a pair differ. None before the first vote.
+        """
         worths = [1.0 if vote.choice == 1 else 0.5 if vote.choice == TIE else 0.0
                   for name, vote in self.log.votes.items() if ".c" in name and vote.choice != SKIP][-RECENT:]
         if not worths:

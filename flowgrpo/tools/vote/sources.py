@@ -162,7 +162,7 @@ def _prompt(file: Path) -> str:
 
 
 def facts(image: Image.Image) -> str:
-    """What a file says of its generation: a PNG's parameters, or the EXIF user comment; empty without either."""
+    """Generation settings in an image's file: a PNG's parameters, or the EXIF user comment; empty without either."""
     if said := image.info.get("parameters"):
         return str(said)
     content = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")

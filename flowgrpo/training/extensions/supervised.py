@@ -103,7 +103,7 @@ class Supervised(Extension):
         self.losses.append(total)
 
     def now(self, update: int) -> Now:
-        """What a balance reads, without the gradients' norms."""
+        """Inputs of a balance, without the gradients' norms."""
         drawn = random.Random(f"balance/{self.trainer.config.seed}/{update}").random()
         return Now(update, drawn, signals=self.trainer.memory.get(MEMORY, {}))
 

@@ -33,7 +33,7 @@ def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
     from flowgrpo.tools.check.tiny import derived
 
-    return derived.factories() | derived.FACTORIES
+    return derived.OWN | derived.FACTORIES
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 
 from flowgrpo.tools.check.tiny import unets
-from flowgrpo.tools.check.tiny.parts import Network, image, lively, still_autoencoder
+from flowgrpo.tools.check.tiny.parts import image, lively, still_autoencoder
 
 Parts = dict[str, Any]
 
@@ -32,17 +32,13 @@ def like(kind: str, denoiser: str = "transformer", **values: Any) -> Callable[[P
     def build(parts: Parts) -> Parts:
         cls: Any = getattr(diffusers, kind)
         known = inspect.signature(cls.__init__).parameters
-        return {"controlnet": awake(cls(**{name: value for name, value in parts[denoiser].config.items()
-                                           if name in known and not name.startswith("_")} | values))}
+        network = lively(cls(**{name: value for name, value in parts[denoiser].config.items()
+                                if name in known and not name.startswith("_")} | values))
+        for parameter in network.parameters():
+            if parameter.ndim > 1 and not parameter.any():
+                parameter.data.normal_(std=0.3)
+        return {"controlnet": network}
     return build
-
-
-def awake(network: Network) -> Network:
-    """Fill the weights that are zero: of a ControlNet, those without which its image has no effect."""
-    for parameter in lively(network).parameters():
-        if parameter.ndim > 1 and not parameter.any():
-            parameter.data.normal_(std=0.3)
-    return network
 
 
 def still(parts: Parts) -> Parts:

@@ -37,15 +37,6 @@ def _krea2(parts: Parts) -> Parts:
     return {"transformer": lively(diffusers.Krea2Transformer2DModel.from_config(config)), "text_encoder": reader}
 
 
-def _second(parts: Parts) -> Parts:
-    return {"transformer_2": copy.deepcopy(parts["transformer"])}
-
-
-def _doubled(parts: Parts) -> Parts:
-    config = {**parts["transformer"].config, "in_channels": 8}
-    return {"transformer": lively(diffusers.WanTransformer3DModel.from_config(config))}
-
-
 def _template(parts: Parts) -> Parts:
     """The blocks cut the tokens of the model's own template off."""
     tokens = chat_tokenizer()
@@ -118,7 +109,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "StableDiffusionXLModular": ("StableDiffusionXL",),
     "Wan22Image2VideoModular": ("WanImageToVideo",),
     "Wan22Modular": ("Wan (2.2)",),
-    "Wan22VaceModular": ("WanVACE", _second),
+    "Wan22VaceModular": ("WanVACE", lambda parts: {"transformer_2": copy.deepcopy(parts["transformer"])}),
     "WanImage2VideoModular": ("WanImageToVideo (first and last frame)",),
     "WanModular": ("Wan",),
     "ZImageModular": ("ZImage",),
@@ -131,7 +122,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "KolorsPAG": ("Kolors",),
     "LatentConsistencyModelImg2Img": ("LatentConsistencyModel", None, PICTURE),
     "LTX2Condition": ("LTX2",),
-    "LucyEdit": ("WanVideoToVideo", _doubled),
+    "LucyEdit": ("WanVideoToVideo", controlled.changed(transformer={"in_channels": 8})),
     "PixArtSigmaPAG": ("PixArtSigma",),
     "QwenImageImg2Img": ("QwenImage", None, PICTURE),
     "SanaPAG": ("Sana",),
@@ -154,7 +145,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     base, further, arguments = row + (None, {})[len(row) - 1:]
     base, _, variant = base.replace("Pipeline", "").partition(" ")
     torch.manual_seed(seed)
-    like, call = (factories() | FACTORIES)[f"{base}Pipeline {variant}".strip()](seed) if base else (None, {})
+    like, call = (OWN | FACTORIES)[f"{base}Pipeline {variant}".strip()](seed) if base else (None, {})
     parts = dict(like.components) if base else {}
     parts |= further(parts) if further else {}
     cls: Any = getattr(diffusers, f"{name}Pipeline")
@@ -169,9 +160,6 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     return pipe, {key: value for key, value in call.items() if key in takes} | arguments
 
 
-def factories() -> dict[str, Any]:
-    """Return the factories of pipelines with parts of their own."""
-    return images.FACTORIES | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
-
-
+# Of pipelines with parts of their own, and of those that have the parts of another.
+OWN = images.FACTORIES | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

@@ -13,11 +13,14 @@ from PIL import Image
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
     VISION_TOKENS,
+    Factories,
+    Made,
     Pipeline,
     autoencoder,
     chat_tokenizer,
     clip,
     dynamic_scheduler,
+    factory,
     flux2_transformer,
     flux2_vae,
     flux_transformer,
@@ -37,6 +40,7 @@ from flowgrpo.tools.check.tiny.parts import (
     with_language_model,
 )
 
+FACTORIES: Factories = {}
 SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
 FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encoder_out_layers": (1,)}
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
@@ -74,7 +78,7 @@ def flux(seed: int = 0, kind: str = "FluxPipeline", **options: Any) -> Pipeline:
         text_encoder_2=t5(tokens), tokenizer_2=tokenizer(), **parts, **options))
 
 
-def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+def flux_fill(seed: int = 0) -> Made:
     """Return a FluxFillPipeline, whose transformer reads the masked image and the mask as channels.
 
     16 of the state, 16 of the image, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
@@ -84,7 +88,7 @@ def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     return flux(seed, "FluxFillPipeline", transformer=denoiser), FLUX_CALL | HALF
 
 
-def flux2(seed: int = 0, kind: str = "Flux2Pipeline", **call: Any) -> tuple[Pipeline, dict[str, Any]]:
+def flux2(seed: int = 0, kind: str = "Flux2Pipeline", **call: Any) -> Made:
     """Return a Flux2Pipeline with embedded guidance, or a Flux2KleinPipeline with true guidance; both concatenate the
     language model's layers."""
     torch.manual_seed(seed)
@@ -93,14 +97,14 @@ def flux2(seed: int = 0, kind: str = "Flux2Pipeline", **call: Any) -> tuple[Pipe
     return pipe, FLUX2_CALL | call
 
 
-def qwen_image(seed: int = 0, kind: str = "QwenImagePipeline") -> tuple[Pipeline, dict[str, Any]]:
+def qwen_image(seed: int = 0, kind: str = "QwenImagePipeline") -> Made:
     """Return a QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
     torch.manual_seed(seed)
     pipe = with_language_model(kind, qwen_transformer(), vae=qwen_vae())
     return pipe, {"height": 16, "width": 16}
 
 
-def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> tuple[Pipeline, dict[str, Any]]:
+def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> Made:
     """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image.
 
     It scales the image to a million pixels, so the autoencoder shrinks by 64.
@@ -114,9 +118,9 @@ def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> tuple[Pipel
     return silent(pipe), {"height": 256, "width": 256, "image": image()}
 
 
-def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "HiDreamImagePipeline")
+def hidream() -> Made:
     """Return a HiDreamImagePipeline, whose experts run without gradients outside training mode."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
@@ -131,21 +135,21 @@ def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(),
         text_encoder_3=t5(tokens), tokenizer_3=tokenizer(), text_encoder_4=llama, tokenizer_4=tokenizer())
     pipe.default_sample_size = 8  # it scales every image to that area
-    return silent(pipe), FLUX_CALL
+    return pipe, FLUX_CALL
 
 
-def z_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "ZImagePipeline")
+def z_image() -> Made:
     """Return a ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
-    torch.manual_seed(seed)
     denoiser = diffusers.ZImageTransformer2DModel(
         in_channels=4, dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
         axes_dims=[4, 2, 2], axes_lens=[256, 32, 32])
     return with_language_model("ZImagePipeline", denoiser), FLUX_CALL
 
 
-def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "SanaPipeline")
+def sana() -> Made:
     """Return a SanaPipeline, with linear attention."""
-    torch.manual_seed(seed)
     denoiser = diffusers.SanaTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=4, num_layers=1,
         num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=16,
@@ -155,9 +159,9 @@ def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         "complex_human_instruction": None}
 
 
-def lumina2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "Lumina2Pipeline")
+def lumina2() -> Made:
     """Return a Lumina2Pipeline, whose time runs from noise to data."""
-    torch.manual_seed(seed)
     denoiser = diffusers.Lumina2Transformer2DModel(
         sample_size=4, in_channels=4, hidden_size=16, num_layers=1, num_refiner_layers=1, num_attention_heads=2,
         num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32), cap_feat_dim=16)
@@ -165,64 +169,64 @@ def lumina2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}
 
 
-def chroma(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "ChromaPipeline")
+def chroma() -> Made:
     """Return a ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.ChromaTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6), approximator_num_channels=8, approximator_hidden_dim=16,
         approximator_layers=1)
-    return silent(diffusers.ChromaPipeline(
+    return diffusers.ChromaPipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens)), FLUX_CALL
+        tokenizer=tokens), FLUX_CALL
 
 
-def aura_flow(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "AuraFlowPipeline")
+def aura_flow() -> Made:
     """Return an AuraFlowPipeline."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.AuraFlowTransformer2DModel(
         sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
         num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4, pos_embed_max_size=16)
-    return silent(diffusers.AuraFlowPipeline(
+    return diffusers.AuraFlowPipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens)), FLUX_CALL
+        tokenizer=tokens), FLUX_CALL
 
 
-def cogview4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "CogView4Pipeline")
+def cogview4() -> Made:
     """Return a CogView4Pipeline."""
-    torch.manual_seed(seed)
     denoiser = diffusers.CogView4Transformer2DModel(
         in_channels=4, out_channels=4, num_layers=1, attention_head_dim=4, num_attention_heads=4, text_embed_dim=16,
         time_embed_dim=8, condition_dim=4, pos_embed_max_size=16, sample_size=8)
     return with_language_model("CogView4Pipeline", denoiser), FLUX_CALL
 
 
-def bria(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "BriaPipeline")
+def bria() -> Made:
     """Return a BriaPipeline, whose LoRA has no loader."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.BriaTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
         joint_attention_dim=16, axes_dims_rope=[0, 4, 4])
-    return silent(diffusers.BriaPipeline(
+    return diffusers.BriaPipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens)), FLUX_CALL
+        tokenizer=tokens), FLUX_CALL
 
 
-def ovis_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "OvisImagePipeline")
+def ovis_image() -> Made:
     """Return an OvisImagePipeline, whose LoRA has no loader."""
-    torch.manual_seed(seed)
     denoiser = diffusers.OvisImageTransformer2DModel(
         in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
     return with_language_model("OvisImagePipeline", denoiser), {"height": 16, "width": 16}
 
 
-def krea2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "Krea2Pipeline")
+def krea2() -> Made:
     """Return a Krea2Pipeline, whose denoiser reads several layers of a vision-language model."""
-    torch.manual_seed(seed)
     tokens = chat_tokenizer()
     denoiser = diffusers.Krea2Transformer2DModel(
         in_channels=16, num_layers=1, attention_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
@@ -235,22 +239,23 @@ def krea2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         transformer=lively(denoiser), text_encoder_select_layers=(1, 2))
     pipe.prompt_template_encode_prefix = pipe.prompt_template_encode_suffix = ""
     pipe.prompt_template_encode_start_idx = pipe.prompt_template_encode_num_suffix_tokens = 0
-    return silent(pipe), {"height": 16, "width": 16, "max_sequence_length": TOKENS}
+    return pipe, {"height": 16, "width": 16, "max_sequence_length": TOKENS}
 
 
-def ernie_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "ErnieImagePipeline")
+def ernie_image() -> Made:
     """Return an ErnieImagePipeline: a list of embeddings of different lengths."""
-    torch.manual_seed(seed)
     tokens = chat_tokenizer()
     denoiser = diffusers.ErnieImageTransformer2DModel(
         hidden_size=16, num_attention_heads=1, num_layers=1, ffn_hidden_size=16, in_channels=16, out_channels=16,
         text_in_dim=16, rope_axes_dim=(4, 6, 6))
-    return silent(diffusers.ErnieImagePipeline(
+    return diffusers.ErnieImagePipeline(
         transformer=lively(denoiser), vae=flux2_vae(), text_encoder=language_model(tokens), tokenizer=tokens,
-        scheduler=shifted_scheduler())), {"height": 16, "width": 16, "use_pe": False}
+        scheduler=shifted_scheduler()), {"height": 16, "width": 16, "use_pe": False}
 
 
-FACTORIES = {
+# Variants of one builder.
+FACTORIES |= {
     "StableDiffusion3Pipeline": lambda seed=0: (sd3(seed), SD3_CALL),
     "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),
     # Tokens of a reference image follow those of the noise.
@@ -265,15 +270,4 @@ FACTORIES = {
         qwen_image(seed, "QwenImageInpaintPipeline")[0], {"height": 16, "width": 16} | INPAINTING),
     "QwenImageEditPipeline": qwen_edit,
     "QwenImageEditPlusPipeline": lambda seed=0: qwen_edit(seed, "QwenImageEditPlusPipeline"),  # several images
-    "HiDreamImagePipeline": hidream,
-    "ZImagePipeline": z_image,
-    "SanaPipeline": sana,
-    "Lumina2Pipeline": lumina2,
-    "ChromaPipeline": chroma,
-    "AuraFlowPipeline": aura_flow,
-    "CogView4Pipeline": cogview4,
-    "BriaPipeline": bria,
-    "OvisImagePipeline": ovis_image,
-    "Krea2Pipeline": krea2,
-    "ErnieImagePipeline": ernie_image,
 }

@@ -5,27 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import torch
 import transformers
 
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
     VISION_TOKENS,
+    Factories,
+    Made,
     Pipeline,
     autoencoder,
     chat_tokenizer,
     clip,
     dynamic_scheduler,
+    factory,
     flux2_vae,
     lively,
     qwen3_vl,
     qwen_processor,
     qwen_vl,
     shifted_scheduler,
-    silent,
     tokenizer,
     video_t5,
 )
+
+FACTORIES: Factories = {}
 
 
 def _vision_tokens() -> Any:
@@ -42,9 +45,9 @@ def vision_processor() -> Any:
         chat_template=tokens.chat_template)
 
 
-def longcat(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "LongCatImagePipeline")
+def longcat() -> Made:
     """A Flux whose prompt is encoded by a vision-language model."""
-    torch.manual_seed(seed)
     tokens = _vision_tokens()
     denoiser = diffusers.LongCatImageTransformer2DModel(
         in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -53,12 +56,12 @@ def longcat(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         scheduler=dynamic_scheduler(), vae=autoencoder(16), text_encoder=qwen_vl(tokens), tokenizer=tokens,
         text_processor=qwen_processor(tokens), transformer=lively(denoiser))
     pipe.tokenizer_max_length = TOKENS
-    return silent(pipe), {"height": 16, "width": 16, "enable_prompt_rewrite": False}
+    return pipe, {"height": 16, "width": 16, "enable_prompt_rewrite": False}
 
 
-def hunyuan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "HunyuanImagePipeline")
+def hunyuan_image() -> Made:
     """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
-    torch.manual_seed(seed)
     tokens = _vision_tokens()
     denoiser = diffusers.HunyuanImageTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1, num_single_layers=1,
@@ -72,12 +75,12 @@ def hunyuan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         guider=diffusers.AdaptiveProjectedMixGuidance(enabled=True))
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = TOKENS
     pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "{}", 0
-    return silent(pipe), {"height": 16, "width": 16}
+    return pipe, {"height": 16, "width": 16}
 
 
-def qwen_image_21(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "QwenImage21Pipeline")
+def qwen_image_21() -> Made:
     """Qwen-Image 2.1: images of four channels, the fourth their opacity."""
-    torch.manual_seed(seed)
     processor = vision_processor()
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1] * 5, num_res_blocks=1, temperal_downsample=[False] * 4,
@@ -87,12 +90,12 @@ def qwen_image_21(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         axes_dims_rope=(4, 6, 6))
     pipe: Pipeline = diffusers.QwenImage21Pipeline(scheduler=dynamic_scheduler(), vae=vae, text_encoder=qwen3_vl(
         processor.tokenizer), processor=processor, transformer=lively(denoiser))
-    return silent(pipe), {"height": 64, "width": 64}
+    return pipe, {"height": 64, "width": 64}
 
 
-def ideogram4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "Ideogram4Pipeline")
+def ideogram4() -> Made:
     """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
-    torch.manual_seed(seed)
     tokens = _vision_tokens()
     sizes: dict[str, Any] = {
         "in_channels": 16, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "intermediate_size": 16,
@@ -101,14 +104,14 @@ def ideogram4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         scheduler=shifted_scheduler(), vae=flux2_vae(), text_encoder=qwen3_vl(tokens, "Qwen3VLModel", 36),
         tokenizer=tokens, transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)),
         unconditional_transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)))
-    return silent(pipe), {"height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}
+    return pipe, {"height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}
 
 
-def prx(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "PRXPipeline")
+def prx() -> Made:
     """PRX, which is guided with one prompt per call alone."""
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-    torch.manual_seed(seed)
     tokens = tokenizer()
     sizes: dict[str, Any] = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
@@ -121,12 +124,12 @@ def prx(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe: Pipeline = diffusers.PRXPipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), text_encoder=reader, tokenizer=tokens,
         vae=autoencoder(), default_sample_size=16)
-    return silent(pipe), {"height": 16, "width": 16, "use_resolution_binning": False}
+    return pipe, {"height": 16, "width": 16, "use_resolution_binning": False}
 
 
-def kandinsky5(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "Kandinsky5T2IPipeline")
+def kandinsky5() -> Made:
     """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
-    torch.manual_seed(seed)
     tokens, short = _vision_tokens(), tokenizer(77)
     denoiser = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=16, out_visual_dim=4, patch_size=(1, 2, 2),
@@ -136,9 +139,4 @@ def kandinsky5(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         tokenizer=qwen_processor(tokens), text_encoder_2=clip(short), tokenizer_2=short,
         scheduler=shifted_scheduler())
     pipe.prompt_template, pipe.prompt_template_encode_start_idx, pipe.resolutions = "{}", 0, [(64, 64)]
-    return silent(pipe), {"height": 64, "width": 64, "max_sequence_length": TOKENS}
-
-
-FACTORIES = {"Ideogram4Pipeline": ideogram4, "PRXPipeline": prx, "Kandinsky5T2IPipeline": kandinsky5,
-             "LongCatImagePipeline": longcat, "HunyuanImagePipeline": hunyuan_image,
-             "QwenImage21Pipeline": qwen_image_21}
+    return pipe, {"height": 64, "width": 64, "max_sequence_length": TOKENS}

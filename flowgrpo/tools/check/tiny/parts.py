@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import diffusers
@@ -16,6 +18,23 @@ if TYPE_CHECKING:
 Pipeline: TypeAlias = Any
 Network: TypeAlias = Any
 Scheduler: TypeAlias = Any
+
+Made = tuple[Pipeline, dict[str, Any]]  # a pipeline, and the arguments of its call besides prompts
+Factories = dict[str, Callable[..., Made]]  # by pipeline class, of a seed
+
+
+def factory(factories: Factories, name: str) -> Callable[[Callable[[], Made]], Callable[..., Made]]:
+    """Add the builder of the pipeline class `name` to a module's factories; torch is seeded before it, 0 by default."""
+    def register(build: Callable[[], Made]) -> Callable[..., Made]:
+        @wraps(build)
+        def make(seed: int = 0) -> Made:
+            torch.manual_seed(seed)
+            pipe, call = build()
+            return silent(pipe), dict(call)
+
+        factories[name] = make
+        return make
+    return register
 
 
 def tokenizer(length: int = 16) -> CLIPTokenizer:

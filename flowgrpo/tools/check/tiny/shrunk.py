@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import transformers
 
-from flowgrpo.tools.check.tiny import newest, unets, videos
+from flowgrpo.tools.check.tiny import newest, unets, video_families
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
     Network,
@@ -67,10 +67,6 @@ def _scheduler(kind: str, **options: Any) -> Callable[[Parts], Parts]:
     def build(parts: Parts) -> Parts:
         return {"scheduler": getattr(diffusers, kind)(**options)}
     return build
-
-
-def _video_vae(parts: Parts) -> Parts:
-    return {"vae": videos.FACTORIES["HunyuanVideoPipeline"](0)[0].vae}
 
 
 def _dream(parts: Parts) -> Parts:
@@ -132,7 +128,8 @@ CLIP = {"num_frames": 5}
 ROWS: dict[str, tuple[Any, ...]] = {
     "Helios": ("Wan", denoiser("HeliosTransformer3DModel", _scheduler("HeliosScheduler", stages=1, stage_range=[0, 1])),
                {"num_latent_frames_per_chunk": 3, "history_sizes": [2, 1, 1]}),
-    "Kandinsky5T2V": ("Kandinsky5T2I", _video_vae, CLIP | {"height": 32, "width": 32}),
+    "Kandinsky5T2V": ("Kandinsky5T2I", lambda parts: {"vae": video_families.hunyuan()[0].vae},
+                      CLIP | {"height": 32, "width": 32}),
     "LTX2InContext": ("LTX2",),
     "IF": ("StableDiffusion", _deepfloyd, {"clean_caption": False}),
     "AnimateDiffSDXL": ("StableDiffusionXL", _motion, {"num_frames": 4}),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,14 @@ import torch
 
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3
 from flowgrpo.tools.check.tiny.parts import (
+    Factories,
+    Made,
     Network,
     Pipeline,
     Scheduler,
     autoencoder,
     clip,
+    factory,
     flux_transformer,
     image,
     image_encoder,
@@ -33,6 +35,7 @@ from flowgrpo.tools.check.tiny.parts import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FACTORIES: Factories = {}
 WIDTH = 16  # of every text encoder
 SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
             "timestep_spacing": "leading"}
@@ -78,16 +81,17 @@ def sdxl(seed: int = 0, kind: str = "StableDiffusionXLPipeline", **options: Any)
         text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(), **options))
 
 
-def kolors(seed: int = 0) -> Pipeline:
+@factory(FACTORIES, "KolorsPipeline")
+def kolors() -> Made:
     """Return a KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
 
-    torch.manual_seed(seed)
     denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **sizes(WIDTH))
     scheduler = diffusers.EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
     encoder, tokens = _chatglm()
     kind: Any = KolorsPipeline  # which annotates its own ChatGLM
-    return silent(kind(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder, tokenizer=tokens))
+    pipe = kind(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder, tokenizer=tokens)
+    return pipe, {"max_sequence_length": 16}
 
 
 def lcm_sd15(seed: int = 0) -> Pipeline:
@@ -96,7 +100,7 @@ def lcm_sd15(seed: int = 0) -> Pipeline:
     return sd15(lcm(), seed, "LatentConsistencyModelPipeline", unet=unet(time_cond_proj_dim=8))
 
 
-def editing(seed: int, kind: str, channels: int, **call: Any) -> tuple[Pipeline, dict[str, Any]]:
+def editing(seed: int, kind: str, channels: int, **call: Any) -> Made:
     """Return a pipeline of SD 1.5's parts whose U-Net reads an image as extra channels."""
     torch.manual_seed(seed)
     return sd15(None, seed, kind, unet=unet(in_channels=channels)), {"image": large_image()} | call
@@ -114,9 +118,9 @@ def pixart(seed: int, kind: str) -> Pipeline:
         text_encoder=t5(tokens), tokenizer=tokens))
 
 
-def hunyuan_dit(seed: int = 0) -> Pipeline:
+@factory(FACTORIES, "HunyuanDiTPipeline")
+def hunyuan_dit() -> Made:
     """Return a HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5; images of 32 x 32, latents of 4 x 4."""
-    torch.manual_seed(seed)
     short, long = (tokenizer(length) for length in HUNYUAN_LENGTHS)
     denoiser = diffusers.HunyuanDiT2DModel(
         sample_size=4, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
@@ -125,15 +129,15 @@ def hunyuan_dit(seed: int = 0) -> Pipeline:
     scheduler = diffusers.DDPMScheduler(
         beta_start=0.00085, beta_end=0.02, beta_schedule="scaled_linear", clip_sample=False,
         prediction_type="v_prediction", steps_offset=1)
-    return silent(diffusers.HunyuanDiTPipeline(
+    return diffusers.HunyuanDiTPipeline(
         transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(stages=4),
         text_encoder=clip(short), tokenizer=short, text_encoder_2=t5(long), tokenizer_2=long,
-        **UNCHECKED))
+        **UNCHECKED), {"height": 32, "width": 32, "use_resolution_binning": False}
 
 
-def cogview3(seed: int = 0) -> Pipeline:
+@factory(FACTORIES, "CogView3PlusPipeline")
+def cogview3() -> Made:
     """Return a CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.CogView3PlusTransformer2DModel(
         sample_size=8, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
@@ -141,21 +145,21 @@ def cogview3(seed: int = 0) -> Pipeline:
     scheduler = diffusers.CogVideoXDDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
         rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False)
-    return silent(diffusers.CogView3PlusPipeline(
+    return diffusers.CogView3PlusPipeline(
         transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens))
+        tokenizer=tokens), {"max_sequence_length": 16}
 
 
-def omnigen(seed: int = 0) -> Pipeline:
+@factory(FACTORIES, "OmniGenPipeline")
+def omnigen() -> Made:
     """Return an OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
-    torch.manual_seed(seed)
     rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
     denoiser = diffusers.OmniGenTransformer2DModel(
         hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, num_layers=1, in_channels=4,
         time_step_dim=4, rope_scaling=rope, vocab_size=1024, pad_token_id=0, pos_embed_max_size=8)
-    return silent(diffusers.OmniGenPipeline(
+    return diffusers.OmniGenPipeline(
         transformer=lively(denoiser), vae=autoencoder(), tokenizer=tokenizer(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)))
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)), {}
 
 
 def unet(**options: Any) -> Network:
@@ -197,13 +201,11 @@ def large_image(channels: int = 3) -> torch.Tensor:
     return torch.linspace(0, 1, 16).expand(1, channels, 16, 16).clone()
 
 
-HUNYUAN_CALL = {"height": 32, "width": 32, "use_resolution_binning": False}
 INPAINT = "StableDiffusionInpaintPipeline"
 MASK = (large_image(1) > 0.5).float()
-FACTORIES = {
+FACTORIES |= {
     "StableDiffusionPipeline": lambda seed: (sd15(None, seed), {}),
     "StableDiffusionXLPipeline": lambda seed: (sdxl(seed, add_watermarker=False), {}),
-    "KolorsPipeline": lambda seed: (kolors(seed), {"max_sequence_length": 16}),
     "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
     INPAINT: lambda seed: editing(seed, INPAINT, 9, mask_image=MASK),
     # It reads the state alone, and restores the image after every step.
@@ -214,11 +216,8 @@ FACTORIES = {
         sdxl(seed, "StableDiffusionXLPAGPipeline", add_watermarker=False), {"pag_scale": 2.0}),
     "PixArtAlphaPipeline": lambda seed: (pixart(seed, "PixArtAlphaPipeline"), SMALL),
     "PixArtSigmaPipeline": lambda seed: (pixart(seed, "PixArtSigmaPipeline"), SMALL),
-    "HunyuanDiTPipeline": lambda seed: (hunyuan_dit(seed), HUNYUAN_CALL),
-    "CogView3PlusPipeline": lambda seed: (cogview3(seed), {"max_sequence_length": 16}),
     "StableDiffusionImg2ImgPipeline": lambda seed: (
         sd15(None, seed, "StableDiffusionImg2ImgPipeline"), {"image": large_image()}),
-    "OmniGenPipeline": lambda seed: (omnigen(seed), {}),
 }
 
 
@@ -299,7 +298,7 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
     return {"image_proj": image, "ip_adapter": adapter}
 
 
-CONDITIONED: dict[str, Callable[[int], tuple[Pipeline, dict[str, Any]]]] = {
+CONDITIONED: Factories = {
     "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": image()}),
     "StableDiffusionXLControlNetPipeline": lambda seed: (xl_controlnet(seed), {"image": image()}),
     "StableDiffusion3ControlNetPipeline": lambda seed: (sd3_controlnet(seed), SD3_CALL | {"control_image": image()}),

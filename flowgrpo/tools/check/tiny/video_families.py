@@ -13,11 +13,13 @@ import transformers
 from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     TOKENS,
+    Factories,
+    Made,
     Network,
     Pipeline,
-    Scheduler,
     chat_tokenizer,
     clip,
+    factory,
     image_encoder,
     lively,
     llama_config,
@@ -28,6 +30,8 @@ from flowgrpo.tools.check.tiny.parts import (
     video_image,
     video_t5,
 )
+
+FACTORIES: Factories = {}
 
 
 def _hunyuan_transformer(channels: int = 4, **options: Any) -> Network:
@@ -51,27 +55,27 @@ def _hunyuan_parts() -> dict[str, Any]:
 HUNYUAN_CALL = SIZE | {"max_sequence_length": TOKENS, "prompt_template": {"template": "{}", "crop_start": 0}}
 
 
-def hunyuan(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "HunyuanVideoPipeline")
+def hunyuan() -> Made:
     """HunyuanVideo: guidance as an input of the transformer."""
-    torch.manual_seed(seed)
     pipe = diffusers.HunyuanVideoPipeline(
         text_encoder=lively(transformers.LlamaModel(llama_config())), transformer=_hunyuan_transformer(),
         **_hunyuan_parts())
-    return silent(pipe), dict(HUNYUAN_CALL)
+    return pipe, HUNYUAN_CALL
 
 
-def hunyuan_skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "HunyuanSkyreelsImageToVideoPipeline")
+def hunyuan_skyreels() -> Made:
     """SkyReels V1's image-to-video on HunyuanVideo's architecture."""
-    torch.manual_seed(seed)
     pipe = diffusers.HunyuanSkyreelsImageToVideoPipeline(
         text_encoder=lively(transformers.LlamaModel(llama_config())), **_hunyuan_parts(),
         transformer=_hunyuan_transformer(8, guidance_embeds=False))
-    return silent(pipe), HUNYUAN_CALL | {"image": video_image()}
+    return pipe, HUNYUAN_CALL | {"image": video_image()}
 
 
-def hunyuan15(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "HunyuanVideo15Pipeline")
+def hunyuan15() -> Made:
     """HunyuanVideo 1.5: two text encoders, and guidance in a part of its own, the guider."""
-    torch.manual_seed(seed)
     tokens = chat_tokenizer()
     tokens.chat_template += "."  # the denoiser takes the mean of a prompt's tokens, also of an empty one's
     reader = transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(
@@ -90,10 +94,10 @@ def hunyuan15(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0))
     pipe.prompt_template_encode_start_idx, pipe.vision_num_semantic_tokens = 0, 2
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = TOKENS
-    return silent(pipe), dict(SIZE)
+    return pipe, SIZE
 
 
-def hunyuan_image(kind: str, seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+def hunyuan_image(kind: str, seed: int = 0) -> Made:
     """HunyuanVideo's image-to-video. The image is an extra condition or the state's first frame."""
     torch.manual_seed(seed)
     vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2,
@@ -129,19 +133,19 @@ def _ltx_parts() -> dict[str, Any]:
 LTX_CALL = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": TOKENS}
 
 
-def ltx(seed: int = 0, kind: str = "LTXPipeline", **call: Any) -> tuple[Pipeline, dict[str, Any]]:
+def ltx(seed: int = 0, kind: str = "LTXPipeline", **call: Any) -> Made:
     """LTX-Video, and its image-to-video, whose scheduler sees all frames but the first."""
     torch.manual_seed(seed)
     return silent(getattr(diffusers, kind)(**_ltx_parts())), LTX_CALL | call
 
 
-def ltx_condition(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "LTXConditionPipeline")
+def ltx_condition() -> Made:
     """LTX-Video 0.9.5 and later: conditions at any frame."""
-    torch.manual_seed(seed)
     parts = _ltx_parts() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     # The noise added to its image at every step would differ between rollout and replay.
     call = LTX_CALL | {"image": video_image(), "image_cond_noise_scale": 0.0}
-    return silent(diffusers.LTXConditionPipeline(**parts)), call
+    return diffusers.LTXConditionPipeline(**parts), call
 
 
 def _ltx2_parts() -> dict[str, Any]:
@@ -182,7 +186,7 @@ LTX2_CALL = {
     "modality_scale": 1.0, "audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
 
 
-def ltx2(seed: int = 0, kind: str = "LTX2Pipeline", **call: Any) -> tuple[Pipeline, dict[str, Any]]:
+def ltx2(seed: int = 0, kind: str = "LTX2Pipeline", **call: Any) -> Made:
     """LTX-2: an additional state for sound."""
     torch.manual_seed(seed)
     return silent(getattr(diffusers, kind)(**_ltx2_parts())), LTX2_CALL | call
@@ -201,87 +205,95 @@ def _wan_transformer(channels: int = 4, kind: str = "WanTransformer3DModel", **o
         text_dim=16, freq_dim=16, ffn_dim=16, num_layers=2, rope_max_seq_len=32, **options))
 
 
-def _unipc(shift: float) -> Scheduler:
-    """Return the multistep flow scheduler of the published Wan checkpoints."""
-    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
-
-
 def _wan_parts(shift: float = 3.0) -> dict[str, Any]:
+    scheduler = diffusers.UniPCMultistepScheduler(  # that of the published checkpoints
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
     return {"tokenizer": tokenizer(TOKENS), "text_encoder": video_t5("UMT5"), "vae": autoencoder(),
-            "scheduler": _unipc(shift)}
+            "scheduler": scheduler}
 
 
 WAN_CALL = SIZE | {"max_sequence_length": TOKENS}
 
 
-def wan(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanPipeline")
+def wan() -> Made:
     """Wan 2.1: one transformer."""
-    torch.manual_seed(seed)
-    return silent(diffusers.WanPipeline(transformer=_wan_transformer(), **_wan_parts())), dict(WAN_CALL)
+    return diffusers.WanPipeline(transformer=_wan_transformer(), **_wan_parts()), WAN_CALL
 
 
-def wan22(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanPipeline (2.2)")
+def wan22() -> Made:
     """Wan 2.2: `transformer` above, `transformer_2` below 0.875 of the noise."""
-    torch.manual_seed(seed)
     experts = {"transformer": _wan_transformer(), "transformer_2": _wan_transformer()}
-    return silent(diffusers.WanPipeline(boundary_ratio=0.875, **experts, **_wan_parts())), dict(WAN_CALL)
+    return diffusers.WanPipeline(boundary_ratio=0.875, **experts, **_wan_parts()), WAN_CALL
 
 
-def wan22_dense(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanPipeline (2.2, dense)")
+def wan22_dense() -> Made:
     """Wan 2.2's dense model for texts and images (TI2V-5B): a time step for every token."""
-    torch.manual_seed(seed)
     pipe = diffusers.WanPipeline(transformer=_wan_transformer(), expand_timesteps=True, **_wan_parts(5.0))
-    return silent(pipe), dict(WAN_CALL)
+    return pipe, WAN_CALL
 
 
-def wan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanImageToVideoPipeline")
+def wan_image() -> Made:
     """Wan 2.2's image-to-video: the image is eight extra channels, including a mask."""
-    torch.manual_seed(seed)
     # 4 of the state, 2 of the mask (one per video frame of a latent frame), 4 of the image.
     experts = {"transformer": _wan_transformer(10), "transformer_2": _wan_transformer(10)}
     pipe = diffusers.WanImageToVideoPipeline(boundary_ratio=0.875, **experts, **_wan_parts())
-    return silent(pipe), WAN_CALL | {"image": video_image()}
+    return pipe, WAN_CALL | {"image": video_image()}
 
 
-def wan_frames(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanImageToVideoPipeline (first and last frame)")
+def wan_frames() -> Made:
     """Wan 2.1's model of first and last frames (FLF2V), which embeds both by CLIP."""
-    torch.manual_seed(seed)
     encoder, processor = image_encoder()
     # Tokens of an image: 2 x 2 patches and one of the whole.
     denoiser = _wan_transformer(10, image_dim=16, added_kv_proj_dim=24, pos_embed_seq_len=2 * 5)
     pipe = diffusers.WanImageToVideoPipeline(
         transformer=denoiser, image_encoder=encoder, image_processor=processor, **_wan_parts(5.0))
-    return silent(pipe), WAN_CALL | {"image": video_image(), "last_image": video_image(128)}
+    return pipe, WAN_CALL | {"image": video_image(), "last_image": video_image(128)}
 
 
-def wan_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanVideoToVideoPipeline")
+def wan_video() -> Made:
     """WanVideoToVideo."""
-    torch.manual_seed(seed)
     pipe = diffusers.WanVideoToVideoPipeline(transformer=_wan_transformer(), **_wan_parts())
     call = {key: value for key, value in WAN_CALL.items() if key != "num_frames"}
-    return silent(pipe), call | {"video": [video_image(16 * i) for i in range(5)]}
+    return pipe, call | {"video": [video_image(16 * i) for i in range(5)]}
 
 
-def wan_vace(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "WanVACEPipeline")
+def wan_vace() -> Made:
     """Wan VACE: extra blocks read a video to change and steer the denoiser."""
-    torch.manual_seed(seed)
     # 4 channels of the unchanged part, 4 of the changed part, and 2 x 2 of the mask.
     denoiser = _wan_transformer(kind="WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=12)
-    return silent(diffusers.WanVACEPipeline(transformer=denoiser, **_wan_parts())), dict(WAN_CALL)
+    return diffusers.WanVACEPipeline(transformer=denoiser, **_wan_parts()), WAN_CALL
 
 
-def skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "SkyReelsV2Pipeline")
+def skyreels() -> Made:
     """SkyReels V2's text-to-video."""
-    torch.manual_seed(seed)
     denoiser = _wan_transformer(kind="SkyReelsV2Transformer3DModel")
-    return silent(diffusers.SkyReelsV2Pipeline(transformer=denoiser, **_wan_parts(8.0))), dict(WAN_CALL)
+    return diffusers.SkyReelsV2Pipeline(transformer=denoiser, **_wan_parts(8.0)), WAN_CALL
 
 
-def skyreels_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "SkyReelsV2ImageToVideoPipeline")
+def skyreels_image() -> Made:
     """SkyReels V2's image-to-video, which also encodes its image with CLIP."""
-    torch.manual_seed(seed)
     encoder, processor = image_encoder()
     denoiser = _wan_transformer(10, "SkyReelsV2Transformer3DModel", image_dim=16, added_kv_proj_dim=24)
     pipe = diffusers.SkyReelsV2ImageToVideoPipeline(
         transformer=denoiser, image_encoder=encoder, image_processor=processor, **_wan_parts(5.0))
-    return silent(pipe), WAN_CALL | {"image": video_image()}
+    return pipe, WAN_CALL | {"image": video_image()}
+
+
+# Variants of one builder.
+FACTORIES |= {
+    "HunyuanVideoImageToVideoPipeline": lambda seed=0: hunyuan_image("latent_concat", seed),
+    "HunyuanVideoImageToVideoPipeline (token_replace)": lambda seed=0: hunyuan_image("token_replace", seed),
+    "LTXPipeline": ltx,
+    "LTXImageToVideoPipeline": lambda seed=0: ltx(seed, "LTXImageToVideoPipeline", image=video_image()),
+    "LTX2Pipeline": ltx2,
+    "LTX2ImageToVideoPipeline": lambda seed=0: ltx2(seed, "LTX2ImageToVideoPipeline", image=video_image(), image_crf=0),
+}

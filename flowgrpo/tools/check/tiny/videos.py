@@ -15,10 +15,12 @@ import transformers
 from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.tools.check.tiny.parts import (
     TOKENS,
+    Factories,
+    Made,
     Network,
-    Pipeline,
     Scheduler,
     clip,
+    factory,
     lively,
     llama_config,
     silent,
@@ -27,6 +29,7 @@ from flowgrpo.tools.check.tiny.parts import (
     video_t5,
 )
 
+FACTORIES: Factories = {**video_families.FACTORIES}
 COGVIDEOX_CALL = {"height": 16, "width": 16, "num_frames": 9, "max_sequence_length": TOKENS}
 
 
@@ -47,33 +50,33 @@ def _cogvideox_scheduler(kind: str) -> Scheduler:
         snr_shift_scale=3.0 if kind == "CogVideoXDDIMScheduler" else 1.0)
 
 
-def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> Made:
     """CogVideoX: v-prediction, with the scheduler of the 2B (DDIM) or of the 5B checkpoint (DPM)."""
     torch.manual_seed(seed)
     pipe = diffusers.CogVideoXPipeline(scheduler=_cogvideox_scheduler(scheduler), **_cogvideox_parts())
     return silent(pipe), dict(COGVIDEOX_CALL)
 
 
-def cogvideox_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "CogVideoXImageToVideoPipeline")
+def cogvideox_image() -> Made:
     """CogVideoX's image-to-video: the image is extra channels of the first frame."""
-    torch.manual_seed(seed)
     pipe = diffusers.CogVideoXImageToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDPMScheduler"), **_cogvideox_parts(8))
-    return silent(pipe), COGVIDEOX_CALL | {"image": video_image()}
+    return pipe, COGVIDEOX_CALL | {"image": video_image()}
 
 
-def cogvideox_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "CogVideoXVideoToVideoPipeline")
+def cogvideox_video() -> Made:
     """CogVideoX's video-to-video."""
-    torch.manual_seed(seed)
     pipe = diffusers.CogVideoXVideoToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDDIMScheduler"), **_cogvideox_parts())
     call = {key: value for key, value in COGVIDEOX_CALL.items() if key != "num_frames"}
-    return silent(pipe), call | {"video": [video_image(16 * i) for i in range(9)]}
+    return pipe, call | {"video": [video_image(16 * i) for i in range(9)]}
 
 
-def mochi(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "MochiPipeline")
+def mochi() -> Made:
     """Mochi, whose time runs from 0 (noise) to 1 and whose velocity points to the data."""
-    torch.manual_seed(seed)
     denoiser = diffusers.MochiTransformer3DModel(
         patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
         in_channels=12, text_embed_dim=16, time_embed_dim=4, max_sequence_length=TOKENS)
@@ -82,12 +85,12 @@ def mochi(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = diffusers.MochiPipeline(
         transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
-    return silent(pipe), {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
+    return pipe, {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
 
 
-def allegro(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "AllegroPipeline")
+def allegro() -> Made:
     """Allegro, which predicts noise; its autoencoder decodes only in tiles."""
-    torch.manual_seed(seed)
     denoiser = diffusers.AllegroTransformer3DModel(
         num_attention_heads=2, attention_head_dim=12, num_layers=2, cross_attention_dim=24, sample_width=8,
         sample_height=8, sample_frames=8, caption_channels=16)
@@ -100,13 +103,13 @@ def allegro(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = diffusers.AllegroPipeline(
         transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
         scheduler=diffusers.EulerAncestralDiscreteScheduler(timestep_spacing="leading", steps_offset=1))
-    return silent(pipe), {"height": 16, "width": 16, "num_frames": 8, "max_sequence_length": TOKENS,
-                         "clean_caption": False}
+    return pipe, {"height": 16, "width": 16, "num_frames": 8, "max_sequence_length": TOKENS,
+                  "clean_caption": False}
 
 
-def latte(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "LattePipeline")
+def latte() -> Made:
     """Latte, which predicts noise and its variance; the pipeline drops the variance."""
-    torch.manual_seed(seed)
     denoiser = diffusers.LatteTransformer3DModel(
         sample_size=8, num_layers=1, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=16,
         in_channels=4, cross_attention_dim=16, out_channels=8, attention_bias=True, activation_fn="gelu-approximate",
@@ -118,12 +121,12 @@ def latte(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = diffusers.LattePipeline(
         transformer=lively(denoiser), vae=vae, text_encoder=video_t5(), tokenizer=tokenizer(TOKENS),
         scheduler=diffusers.DDIMScheduler(clip_sample=False))
-    return silent(pipe), {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
+    return pipe, {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
 
 
-def animatediff(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "AnimateDiffPipeline")
+def animatediff() -> Made:
     """AnimateDiff: a U-Net of SD 1.5 with motion modules."""
-    torch.manual_seed(seed)
     tokens = tokenizer()
     denoiser = diffusers.UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 8), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2,
@@ -137,12 +140,12 @@ def animatediff(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = diffusers.AnimateDiffPipeline(
         vae=vae, text_encoder=clip(tokens), tokenizer=tokens, unet=lively(denoiser),
         motion_adapter=motion, scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False))
-    return silent(pipe), {"height": 16, "width": 16, "num_frames": 4}
+    return pipe, {"height": 16, "width": 16, "num_frames": 4}
 
 
-def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+@factory(FACTORIES, "SanaVideoPipeline")
+def sana() -> Made:
     """Sana-Video: linear attention over the latents of Wan's autoencoder."""
-    torch.manual_seed(seed)
     denoiser = diffusers.SanaVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1,
         num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=16,
@@ -152,39 +155,11 @@ def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         text_encoder=transformers.LlamaModel(llama_config()), tokenizer=tokenizer(TOKENS),
         scheduler=diffusers.DPMSolverMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0))
-    return silent(pipe), {"height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS,
-                         "complex_human_instruction": None, "use_resolution_binning": False}
+    return pipe, {"height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS,
+                  "complex_human_instruction": None, "use_resolution_binning": False}
 
 
-FACTORIES = {
-    "WanPipeline": video_families.wan,
-    "WanPipeline (2.2)": video_families.wan22,
-    "WanPipeline (2.2, dense)": video_families.wan22_dense,
-    "WanImageToVideoPipeline": video_families.wan_image,
-    "WanImageToVideoPipeline (first and last frame)": video_families.wan_frames,
-    "WanVideoToVideoPipeline": video_families.wan_video,
-    "WanVACEPipeline": video_families.wan_vace,
-    "SkyReelsV2Pipeline": video_families.skyreels,
-    "SkyReelsV2ImageToVideoPipeline": video_families.skyreels_image,
-    "HunyuanVideoPipeline": video_families.hunyuan,
-    "HunyuanVideo15Pipeline": video_families.hunyuan15,
-    "HunyuanVideoImageToVideoPipeline": lambda seed=0: video_families.hunyuan_image("latent_concat", seed),
-    "HunyuanVideoImageToVideoPipeline (token_replace)":
-        lambda seed=0: video_families.hunyuan_image("token_replace", seed),
-    "HunyuanSkyreelsImageToVideoPipeline": video_families.hunyuan_skyreels,
-    "LTXPipeline": video_families.ltx,
-    "LTXImageToVideoPipeline": lambda seed=0: video_families.ltx(seed, "LTXImageToVideoPipeline", image=video_image()),
-    "LTXConditionPipeline": video_families.ltx_condition,
-    "LTX2Pipeline": video_families.ltx2,
-    "LTX2ImageToVideoPipeline": lambda seed=0: video_families.ltx2(
-        seed, "LTX2ImageToVideoPipeline", image=video_image(), image_crf=0),
+FACTORIES |= {
     "CogVideoXPipeline": lambda seed=0: cogvideox("CogVideoXDPMScheduler", seed),
     "CogVideoXPipeline (DDIM)": lambda seed=0: cogvideox("CogVideoXDDIMScheduler", seed),
-    "CogVideoXImageToVideoPipeline": cogvideox_image,
-    "CogVideoXVideoToVideoPipeline": cogvideox_video,
-    "MochiPipeline": mochi,
-    "AllegroPipeline": allegro,
-    "LattePipeline": latte,
-    "AnimateDiffPipeline": animatediff,
-    "SanaVideoPipeline": sana,
 }
