@@ -343,7 +343,7 @@ class UpdateStats:
         batches = torch.stack(self.batches).cpu().double() if self.batches else torch.empty(0, 8, dtype=torch.float64)
         steps = merge_steps(processes.gather(merge_steps(batches[batches[:, 1] > 0])))
         if not len(steps):
-            return {"loss": 0.0, "grad_norm": 0.0} | trained
+            return {"loss": 0.0, "grad_norm": norms.mean().item()} | trained
         of, decisions, loss, clipped, ratio, kl, measured, largest = steps.unbind(1)
         named = [(int(step), *row) for step, *row in zip(of, (ratio / decisions).tolist(),
                                                          (clipped / decisions).tolist())]
