@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import zero_variance
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Context, RunState
+from flowgrpo.types import Context
 
 
 @part("selection")
@@ -63,12 +63,10 @@ class MaxVariance:
         _require_ranked(scores)
         _require_at_most("MaxVariance", "n", self.n, scores)
         _require_at_most("MaxVariance", "last", self.last or self.n, scores)
-        return widest(scores, self._count(None if context is None else context.run))
-
-    def _count(self, run: RunState | None) -> int:
-        if self.last is None or run is None or run.epochs < 2:
-            return self.n
-        return round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
+        run, number = None if context is None else context.run, self.n
+        if self.last is not None and run is not None and run.epochs > 1:
+            number = round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
+        return widest(scores, number)
 
 
 @part("selection")

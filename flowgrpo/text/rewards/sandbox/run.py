@@ -7,7 +7,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -143,11 +142,6 @@ def nothing() -> Boundary:
 
 KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
     "bubblewrap": ("bwrap", bubblewrap), "nsjail": ("nsjail", nsjail), "wasmtime": ("wasmtime", wasmtime)}
-
-
-def program_path(program: str) -> str | None:
-    return wasm_path() if program == "wasmtime" else shutil.which(program)
-
 
 START = 60.0  # seconds for a process to start within a boundary; they do not count as the code's
 LONGEST_REPORT = 2**16  # bytes
