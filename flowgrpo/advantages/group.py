@@ -267,7 +267,7 @@ def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -> Tensor:
-    """What a context has of every sample, [P, G], for rewards [P, G] or [P, G, R]: one of `MEASURED`.
+    """Measure of every sample in a context, [P, G], for rewards [P, G] or [P, G, R]. name: one of `MEASURED`.
 
     part: the name of the part that reads it, for the error.
     """

@@ -199,7 +199,7 @@ def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor,
 
 
 def siblings(nodes: int, leaves: int, splits: Sequence[int]) -> int | None:
-    """How many of the nodes of a depth leave one state; None if the depth has as many nodes as roots.
+    """Number of a depth's nodes that leave one state; None if the depth has as many nodes as roots.
 
     nodes, leaves: per prompt. splits: children per state of the tree's splits, in order.
     """

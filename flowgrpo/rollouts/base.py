@@ -75,7 +75,7 @@ class GroupSampler(Generic[C]):
 
     @property
     def exact(self) -> float | None:
-        """How closely a replay repeats the rollout's log-probabilities; None where only rounding bounds it."""
+        """Largest |log ratio| of a replay to the rollout that rounding explains; None in half precision."""
         return self.policy.exact
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
@@ -97,7 +97,7 @@ class GroupSampler(Generic[C]):
         return of_slice
 
     def together(self, count: int) -> list[int]:
-        """How many of this process's `count` groups, or slices of groups, each part holds."""
+        """Number of groups, or of slices of groups, in each part of this process's `count`."""
         return self.geometry.part_sizes(self.processes.rank, count)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
@@ -171,7 +171,7 @@ class GroupSampler(Generic[C]):
         return {0: 1.0}
 
     def stateful(self) -> dict[str, Stateful]:
-        """What has a state in a checkpoint, by name, beside the weights."""
+        """Objects, by name, whose state a checkpoint keeps beside the weights."""
         return {}
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
@@ -183,5 +183,5 @@ class GroupSampler(Generic[C]):
         return ()
 
     def metrics(self) -> dict[str, float]:
-        """What an epoch's sampling adds to its metrics."""
+        """Metrics of the epoch's sampling."""
         return {}

@@ -148,7 +148,7 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
 # --- wrong captions ---------------------------------------------------------------------------------------------------
 
 def misread(claims: Claims) -> Claims:
-    """What a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
+    """Claims with one mistake, of a careless annotator; the same claims always have the same mistake.
 
     The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
     the colours are exchanged. No misreading leads back to its origin.

@@ -128,7 +128,7 @@ def normalise_answer(text: str) -> str:
 
 @torch.no_grad()
 def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
-    """Whether the likeliest answer to each question is right. images: [B,3,H,W]."""
+    """True for each question whose likeliest answer is right. pictures: [B,3,H,W]."""
     from flowgrpo.text.samplers.decoding import Decoding
 
     images, right = as_processor_images(pictures), []

@@ -251,10 +251,12 @@ class Staleness(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """How stale the present epoch is: by how many epochs its weights are older, and of its decisions the
-        mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
-        older than their epoch's draw, and the number of groups that go on. With processes that only sample, the bytes
-        that they sent and received."""
+        """Staleness of the present epoch.
+
+        The age of its weights in epochs, and the mean weight of its decisions and the share of them above the cap.
+        Of partial rollouts: the share of trained tokens older than their epoch's draw, and the number of groups that
+        go on. With processes that only sample: the bytes that they sent and received.
+        """
         assert self.current is not None, "no epoch is drawn"
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])

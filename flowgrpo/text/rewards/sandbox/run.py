@@ -333,7 +333,7 @@ def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -
 
 
 def _read(pipe: IO[bytes] | None, longest: int, end: float, until: bytes = b"") -> tuple[bytes, bool]:
-    """What a pipe gives, at most `longest` bytes, and whether it came to its end (or to `until`) by the time `end`."""
+    """Bytes of a pipe, at most `longest`, and True if it ended, or gave `until`, before the time `end`."""
     assert pipe is not None
     data = bytearray()
     poll = select.poll()  # any number of open files, unlike select
