@@ -30,7 +30,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
-from flowgrpo.rollouts.targets import Drawer, target
+from flowgrpo.rollouts.targets import TARGETS, Drawer, RecordedSteps
 from flowgrpo.samplers import cost, reward_gradient
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import BaseImages, deterministic
@@ -107,7 +107,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             policy.weights.add(NOISE_NETWORK, self.network)
         if method.denoising.preview:
             require_low_precision(method.denoising.preview.precision, policy.device)
-        self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
+        self.target: RecordedSteps = TARGETS[type(method.target)](self)
+        self.planned = dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
         require_sizes(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)

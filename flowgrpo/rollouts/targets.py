@@ -201,7 +201,3 @@ class LatentEdits(RecordedSteps):
 TARGETS: dict[type[targets.Target], type[RecordedSteps]] = {
     targets.RecordedSteps: RecordedSteps, targets.JointDensity: JointDensity, targets.NoisedFinals: NoisedFinals,
     targets.RecordedPairs: NoisedFinals, targets.RewardGradient: RewardGradient, targets.LatentEdits: LatentEdits}
-
-
-def target(rollouts: Rollouts) -> RecordedSteps:
-    return TARGETS[type(rollouts.method.target)](rollouts)
