@@ -284,8 +284,9 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
 
 def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[torch.dtype, Tensor, Tensor]:
     """Dtype of results, float32 at least, and rewards and weights in float64."""
-    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
-    return dtype, rewards, weights_like(rewards, weights)
+    double = rewards.double()
+    weights = weights_like(double, weights)
+    return wide(rewards)[0].dtype, double, weights
 
 
 def weights_like(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:

@@ -259,6 +259,12 @@ class Part:
         return replace(self, transitions=transitions, advantages=advantages, rewards=totals) if kept else None
 
 
+def leaves_of(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+    """Join the `leaves` of parts, which all have the same names."""
+    leaves = [part.leaves() for part in parts]
+    return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
+
+
 def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)

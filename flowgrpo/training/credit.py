@@ -17,7 +17,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.samplers.latent_edits import with_rewards
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.rollout import Part, leaves_of
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Run
 from flowgrpo.types import (
@@ -73,9 +73,7 @@ def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
 def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
     needs, group = trainer.method.needs, trainer.config.train.group
     measured: dict[str, Tensor] = {}
-    leaves = [part.leaves() for part in parts]  # all have the same names
-    own = {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
-    for name, value in trainer.processes.gather_named(own).items():
+    for name, value in trainer.processes.gather_named(leaves_of(parts)).items():
         measured[name] = value.unflatten(0, (-1, group)).float()
     return SampleMeasures(
         logp=measured["logp"],
