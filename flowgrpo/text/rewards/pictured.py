@@ -73,13 +73,15 @@ class FrozenPipeline(LocalModel):
         [policy] = self.models
         unique = list(dict.fromkeys(texts))
         conditioning = policy.encode(unique).rows(torch.tensor([unique.index(text) for text in texts]))
+        return policy.generate(conditioning, policy.generators(seeds), *self._settings(policy))
+
+    def _settings(self, policy: PipelinePolicy) -> tuple[int, float]:
         accepted = inspect.signature(policy.pipe.__call__).parameters
         scale = accepted.get(guidance_argument(accepted, policy.denoisers.values()))
         known = {"num_inference_steps": accepted["num_inference_steps"].default,
                  "guidance": scale.default if scale else 1.0} | EVAL.get(self.model, {})
-        return policy.generate(conditioning, policy.generators(seeds),
-                               known["num_inference_steps"] if self.steps is None else self.steps,
-                               known["guidance"] if self.guidance is None else self.guidance)
+        return (known["num_inference_steps"] if self.steps is None else self.steps,
+                known["guidance"] if self.guidance is None else self.guidance)
 
 
 @built_in("pictured", "prompt enhancer rewriting")
