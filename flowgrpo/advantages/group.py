@@ -267,7 +267,7 @@ def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -> Tensor:
-    """What a context has of every sample, [P, G], for rewards [P, G] or [P, G, R]: one of `MEASURED`.
+    """Measure of every sample in a context, [P, G], for rewards [P, G] or [P, G, R]. name: one of `MEASURED`.
 
     part: the name of the part that reads it, for the error.
     """
@@ -284,14 +284,18 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
 
 def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[torch.dtype, Tensor, Tensor]:
     """Dtype of results, float32 at least, and rewards and weights in float64."""
-    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
+    double = rewards.double()
+    weights = weights_like(double, weights)
+    return wide(rewards)[0].dtype, double, weights
+
+
+def weights_like(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
+    """Weights [R] as a tensor for rewards [P, G, R]. Raises ValueError for other shapes."""
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
     if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
-        raise ValueError(
-            f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, "
-            "expected [prompts, samples, rewards] and one weight per reward"
-        )
-    return dtype, rewards, weights
+        raise ValueError(f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, "
+                         "expected [prompts, samples, rewards] and one weight per reward")
+    return weights
 
 
 POOLED_SCALES = ("group", "none", "leave_one_out")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import zero_variance
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Context, RunState
+from flowgrpo.types import Context
 
 
 @part("selection")
@@ -63,12 +63,10 @@ class MaxVariance:
         _require_ranked(scores)
         _require_at_most("MaxVariance", "n", self.n, scores)
         _require_at_most("MaxVariance", "last", self.last or self.n, scores)
-        return widest(scores, self._count(None if context is None else context.run))
-
-    def _count(self, run: RunState | None) -> int:
-        if self.last is None or run is None or run.epochs < 2:
-            return self.n
-        return round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
+        run, number = None if context is None else context.run, self.n
+        if self.last is not None and run is not None and run.epochs > 1:
+            number = round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
+        return widest(scores, number)
 
 
 @part("selection")
@@ -201,7 +199,7 @@ def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor,
 
 
 def siblings(nodes: int, leaves: int, splits: Sequence[int]) -> int | None:
-    """How many of the nodes of a depth leave one state; None if the depth has as many nodes as roots.
+    """Number of a depth's nodes that leave one state; None if the depth has as many nodes as roots.
 
     nodes, leaves: per prompt. splits: children per state of the tree's splits, in order.
     """

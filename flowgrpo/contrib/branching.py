@@ -64,7 +64,7 @@ class CriticalTokens:
 
     def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                     decoding: Decoding) -> Tensor:
-        """How uncertain the policy was at each token of the completions, [b,L]."""
+        """Entropy of the policy's distribution at each token of the completions, in nats, [b,L] on the CPU."""
         with torch.no_grad():
             scored = policy.log_probs(tokenized, torch.arange(len(completions.ids)), completions.ids, completions.mask,
                                       decoding, entropy=True)

@@ -61,7 +61,7 @@ class _Downsampled:
         return keep
 
     def counts(self, right: int, wrong: int) -> tuple[int, int]:
-        """How many of the right and of the wrong samples are kept."""
+        """Numbers of right and of wrong samples that are kept, of a group that has `right` and `wrong`."""
         raise NotImplementedError
 
     def ranks(self, quality: Tensor, lots: Tensor) -> tuple[Tensor, Tensor]:

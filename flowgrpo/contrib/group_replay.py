@@ -166,7 +166,7 @@ class ReplayedGroups(Extension):
 
     @staticmethod
     def _drop_groups(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
-        """What of a part is trained; the part itself if that is all."""
+        """Part without the dropped groups; None if nothing is left. now: the kept samples of groups, bool."""
         if not now and not dropped & {*part.groups}:
             return part
         masks = []

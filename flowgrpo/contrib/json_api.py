@@ -67,7 +67,7 @@ class Template:
 
     @property
     def sends(self) -> list[str]:
-        """What requests hold, in words, for what a run prints."""
+        """Contents of requests, in words, which a run prints."""
         words = {"prompt": "prompts", "metadata": "metadata", "text": "texts", "image": "images", "frames": "frames"}
         names = {name.partition(".")[0] for name in _slots(self.json)}
         return [word for name, word in words.items() if name in names] or ["requests"]

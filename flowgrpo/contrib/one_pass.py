@@ -292,7 +292,7 @@ def _with(config: Config, one_pass: bool) -> Config:
 
 
 def setup_of(config: Config, processes: int) -> Setup:
-    """What is known of a pipeline's run by its recipe alone."""
+    """Setup of a pipeline's run from its recipe alone, before anything is loaded."""
     return Setup(config, build.PIPELINE, resolve(config), processes=processes)
 
 

@@ -192,7 +192,12 @@ class Phases(Extension):
             if number != self.number:
                 self._enter(trainer, config, phase)
                 self.number = trainer.memory[NUMBER] = number
-            self._choose(trainer, phase)
+            # Restrict the run to the phase's prompts, and those that are carried.
+            now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
+            if not phase.carry:
+                trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
+            trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
+                                                                        records=self.carries))
             yield
         finally:
             trainer.prompts, trainer.method = held
@@ -201,14 +206,6 @@ class Phases(Extension):
             if "image.frames" in phase.set:
                 policy.call.clear()
                 policy.call.update(call)
-
-    def _choose(self, trainer: Run, phase: Phase) -> None:
-        """Restrict the trainer to the phase's prompts, and those that are carried."""
-        now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
-        if not phase.carry:
-            trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
-        trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
-                                                                    records=self.carries))
 
     def _enter(self, trainer: Run, config: Config, phase: Phase) -> None:
         """Make what depends on the phase's configuration anew; counters and the old policy stay."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weighted_sum
+from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weighted_sum, weights_like
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Context
 
@@ -32,10 +32,7 @@ class Influence(AdvantageRule):
             raise ValueError(f"Influence: the weights are {list(weights)}, expected 0 or more, and one above")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
-        if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
-            raise ValueError(f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, expected "
-                             "[prompts, samples, rewards] and one weight per reward")
+        weights = weights_like(rewards, weights)
         advantages = torch.stack([group_relative(reward) for reward in rewards.unbind(2)], dim=2)
         moved = mirror_descent(advantages, self._initial_weights(weights, context), self.rate)
         if context is not None:

@@ -255,7 +255,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the credit reads that is measured for it: `AdvantageRule.needs`."""
+        """Names of measures that the credit reads, such as "entropy": `AdvantageRule.needs`."""
         spread = self.credit.spread
         return frozenset(self.credit.advantage.needs) | frozenset(spread.needs if spread else ())
 

@@ -84,13 +84,10 @@ def with_parts(method: Method, parts: dict[str, Any]) -> Method:
                 kind = value["type"] if isinstance(value, dict) and "type" in value else value
                 raise UserError(reads.refusal(method, name, f"parts.{name} {kind}"))
             raise UserError(f"unknown key parts.{name}{nearest(name, list(present))}")
-        part = _overlay_value(present[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
+        holder = method if hasattr(method, name) else getattr(method, method.group_of(name))
+        part = _overlay_value(present[name], parts[name], f"parts.{name}", _optional(holder, name))
         method = _build(method.having, {name: part}, "parts")
     return method
-
-
-def _holder(method: Method, name: str) -> tuple[Any, str]:
-    return (method if hasattr(method, name) else getattr(method, method.group_of(name))), name
 
 
 def _optional(record: Any, name: str) -> bool:

@@ -118,7 +118,7 @@ class Reduction(Protocol):
         """The weights [B,N] of decisions. mask: bool [B,N], true where one is trained."""
 
     def count(self, mask: Tensor) -> int:
-        """What rows add to the divisor of an optimizer step's loss."""
+        """Number that rows add to the divisor of an optimizer step's loss. mask: as in `__call__`."""
 
 
 class Reference(Protocol):

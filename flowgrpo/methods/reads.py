@@ -78,7 +78,7 @@ def require_types(method: Method) -> None:
 
 
 def _of(part: type) -> str:
-    """What of a target a part is for, of `Target.offers`; empty: it goes with any."""
+    """Item of `Target.offers` that a part needs; empty: it goes with any target."""
     return str(getattr(part, "reads_target", ""))
 
 

@@ -59,7 +59,7 @@ class PassRate:
         return self.solved or self.mastered
 
     def takes(self, right: int, count: int) -> str:
-        """What a prompt with `right` of `count` samples gives: "recorded", "own" or "" for nothing."""
+        """Kind of answer from a prompt with `right` of `count` samples: "recorded", "own" or "" for none."""
         if not count:
             return ""
         if not right:

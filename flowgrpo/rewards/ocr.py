@@ -51,7 +51,10 @@ QUOTED = (_pattern(DOUBLE, r"(?<!\d){start}([^{ends}]+)[{ends}]"),  # a digit: i
 
 
 def target_text(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
-    """What a prompt asks to be written, empty if nothing. Raises UserError for metadata that are none."""
+    """Texts that a prompt asks to be written: of its metadata, or else in quotes; empty without any.
+
+    Raises UserError for metadata of another type.
+    """
     given = metadata.get("text")
     if given is None:
         found = next((found for pattern in QUOTED if (found := pattern.search(prompt))), None)

@@ -79,7 +79,7 @@ class Batch:
                        metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
 
     def view_for(self, name: str, reward: Reward) -> Batch:
-        """What a reward of that name is given: its own memory, and the samples, or in their place the latents.
+        """Batch for a reward of that name: with its own memory, and with samples or latents, not both.
 
         Raises UserError for a reward that reads latents where there are none.
         """
@@ -232,7 +232,6 @@ class Function(Reward):
 
 
 def _signature_target(function: RewardFunction) -> RewardFunction:
-    """What has the parameters' names: of a network its `forward`."""
     torch = sys.modules.get("torch")
     return function.forward if torch and isinstance(function, torch.nn.Module) else function
 

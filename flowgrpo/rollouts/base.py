@@ -57,9 +57,11 @@ class GroupSampler(Generic[C]):
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
     split_groups: what the loss compares among samples of other processes; None where groups are whole.
+    target: what the loss scores, of the method's target; subclasses set it.
     decodes: samples are decoded for the rewards; False where all rewards score latents.
     """
 
+    target: Any
     decodes = True
 
     def __init__(self, config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
@@ -73,7 +75,7 @@ class GroupSampler(Generic[C]):
 
     @property
     def exact(self) -> float | None:
-        """How closely a replay repeats the rollout's log-probabilities; None where only rounding bounds it."""
+        """Largest |log ratio| of a replay to the rollout that rounding explains; None in half precision."""
         return self.policy.exact
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
@@ -95,7 +97,7 @@ class GroupSampler(Generic[C]):
         return of_slice
 
     def together(self, count: int) -> list[int]:
-        """How many of this process's `count` groups, or slices of groups, each part holds."""
+        """Number of groups, or of slices of groups, in each part of this process's `count`."""
         return self.geometry.part_sizes(self.processes.rank, count)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
@@ -148,15 +150,15 @@ class GroupSampler(Generic[C]):
 
     def replay(self, part: Part, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
-        raise NotImplementedError
+        return self.target.replay(part, conditioning)
 
     def rescore(self, part: Part, conditioning: C) -> Part:
         """Part with old scores that are those of its replay."""
         return rescore(part, self.replay(part, conditioning))
 
     def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
-        """What gives the surrogate's third argument for every batch of the part's replay."""
-        raise NotImplementedError
+        """Function of every batch of the part's replay, for the surrogate's third argument."""
+        return self.target.loss_inputs(part, conditioning, reference)
 
     def gather_groups(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
         """Gather what the loss of these parts compares, if their groups are split over processes; all call it.
@@ -169,7 +171,7 @@ class GroupSampler(Generic[C]):
         return {0: 1.0}
 
     def stateful(self) -> dict[str, Stateful]:
-        """What has a state in a checkpoint, by name, beside the weights."""
+        """Objects, by name, whose state a checkpoint keeps beside the weights."""
         return {}
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
@@ -181,5 +183,5 @@ class GroupSampler(Generic[C]):
         return ()
 
     def metrics(self) -> dict[str, float]:
-        """What an epoch's sampling adds to its metrics."""
+        """Metrics of the epoch's sampling."""
         return {}

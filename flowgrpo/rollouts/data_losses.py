@@ -72,7 +72,7 @@ class DataLosses(Protocol):
         return self.run.rollouts
 
     def divisor(self, examples: Sequence[Example]) -> int:
-        """What the summed loss of a batch is divided by."""
+        """Divisor of a batch's summed loss, such as its number of trained tokens."""
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         """Yield summed losses, 0-d, each with a graph of its own; their sum over the divisor is the batch's loss.

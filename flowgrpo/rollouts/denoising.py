@@ -30,13 +30,12 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
-from flowgrpo.rollouts.loss_inputs import LossInputs
-from flowgrpo.rollouts.targets import Drawer, Replayed, target
+from flowgrpo.rollouts.targets import TARGETS, Drawer, RecordedSteps
 from flowgrpo.samplers import cost, reward_gradient
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import BaseImages, deterministic
 from flowgrpo.samplers.kernels import NOISE_NETWORK, Noisy
-from flowgrpo.samplers.preview import contrasting, previews, select_seeds
+from flowgrpo.samplers.preview import contrasting, previews
 from flowgrpo.samplers.rollout import LEAST, Part, RolloutSpec, Seed, deviation, quiet_steps
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Gaussian, Scored, unwrap
@@ -108,7 +107,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             policy.weights.add(NOISE_NETWORK, self.network)
         if method.denoising.preview:
             require_low_precision(method.denoising.preview.precision, policy.device)
-        self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
+        self.target: RecordedSteps = TARGETS[type(method.target)](self)
+        self.planned = dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
         require_sizes(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
@@ -300,7 +300,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             images = self.decode(finals, of) if self.decodes else None
         with self.clock("reward"):
             totals = judge(images, preview.pool, None, finals.float().cpu())
-            return select_seeds(seed, contrasting(totals, self.config.train.group))
+            chosen = contrasting(totals, self.config.train.group)
+        return lambda prompt, sample: seed(prompt, int(chosen[prompt, sample]))
 
     def _score_predictions(self, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
         """Part with the rewards of the clean predictions before its trained steps, which are let go."""
@@ -355,12 +356,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         decoded = (self.policy.decode(finals[at], conditioning.rows(at)) for at in rows)
         return torch.cat([images if images.is_cuda and len(finals) * images[0].nbytes <= ON_DEVICE else images.cpu()
                           for images in decoded])
-
-    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        return self.target.replay(part, conditioning)
-
-    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> LossInputs:
-        return self.target.loss_inputs(part, conditioning, reference)
 
     def gather_groups(self, parts: list[Part], conditioning: Conditioning,
                       reference: Callable[[Part], list[Scored]]) -> None:

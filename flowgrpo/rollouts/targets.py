@@ -95,7 +95,7 @@ class RecordedSteps:
         return replay(self.policy, conditioning, part, self.micro_batch, self.pack)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> LossInputs:
-        """What the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
+        """Function of every batch of the part's replay, for the surrogate's third argument."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, (OfNoised, SampleLoss)):
             return lambda batch, k, rows, new, old: objectives.surrogate_input(surrogate, new, old)
@@ -109,7 +109,7 @@ class RecordedSteps:
                                 (lambda: self.replay(part, conditioning)) if cut else None)
 
     def statistics(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> list[torch.Tensor]:
-        """What the surrogate compares [m] of every step's samples, under the present weights."""
+        """Statistic [m] of every step's samples under the present weights, which the surrogate compares."""
         inputs = NoisedInputs(self.method.loss, part, reference, self.policy.device)
         with self.policy.sampling():
             return inputs.statistics(lambda: self.replay(part, conditioning))
@@ -201,7 +201,3 @@ class LatentEdits(RecordedSteps):
 TARGETS: dict[type[targets.Target], type[RecordedSteps]] = {
     targets.RecordedSteps: RecordedSteps, targets.JointDensity: JointDensity, targets.NoisedFinals: NoisedFinals,
     targets.RecordedPairs: NoisedFinals, targets.RewardGradient: RewardGradient, targets.LatentEdits: LatentEdits}
-
-
-def target(rollouts: Rollouts) -> RecordedSteps:
-    return TARGETS[type(rollouts.method.target)](rollouts)

@@ -280,7 +280,7 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int, p
 
 
 def calls(part: Part) -> list[tuple[int, int, int]]:
-    """What the calls of a part's replay go by: of every recorded step its place, states and transitions."""
+    """(step, number of states, number of transitions) of every recorded step; they set the calls of a replay."""
     return [(taken.step, len(taken.x), len(taken.parent)) for taken in sampler_steps(part)]
 
 

@@ -94,5 +94,5 @@ def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
 
 
 def single_score(logp: Tensor) -> Scored:
-    """Score of one decision per row, from log-densities [b]."""
+    """Score [b,1] of one decision per row, from log-densities or rewards [b]."""
     return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

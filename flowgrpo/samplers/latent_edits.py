@@ -51,7 +51,7 @@ class Edit:
             raise ValueError(f"Edit: width is {self.width}, expected a number that 4 divides")
 
     def bases(self, group: int) -> int:
-        """How many bases are drawn for a group of samples in training."""
+        """Number of base samples that are drawn for a group in training."""
         return group // 2 if self.acting == "pairs" else group * self.candidates
 
     def __call__(self, decision: Tensor) -> Tensor:

@@ -86,11 +86,6 @@ def require_choice(explorations: Sequence[RolloutSpec], pool: int) -> None:
     contrasting(torch.zeros(1, pool), group)
 
 
-def select_seeds(seed: Seed, places: torch.Tensor) -> Seed:
-    """seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
-    return lambda prompt, sample: seed(prompt, int(places[prompt, sample]))
-
-
 # The rewards [P,pool] of clean predictions [P*pool,*D] of the prompts [P*pool].
 Judge = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 

@@ -18,6 +18,7 @@ import torch
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import to_device
 from flowgrpo.parts import part
+from flowgrpo.samplers.joint_density import single_score
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions, unwrap
@@ -95,33 +96,23 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
 
     The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
     """
-    group = exploration.group
-    count = len(conditioning.prompts)
+    group, count = exploration.group, len(conditioning.prompts)
+    [step] = exploration.schedule.trained
     for prompts in torch.arange(count).split([*together] or prompts_per_part(group, micro_batch)):
         generators = policy.generators(seed(int(p), leaf) for p in prompts for leaf in range(group))
         of = prompts.repeat_interleave(group)
         sampled = []
         for rows in torch.arange(len(of)).split(micro_batch):
-            drawn = generators[rows[0]:rows[-1] + 1]
-            sampled.append(_sample(policy, conditioning.rows(of[rows]), exploration, ending, drawn))
+            own, drawn = conditioning.rows(of[rows]), generators[rows[0]:rows[-1] + 1]
+            # States at the start of the graph, where the generators stay, and their final data.
+            x, _ = policy.run(_task(exploration, 0, step, drawn), own, None, drawn)
+            with policy.sampling():
+                sampled.append((x, ending(policy, own, x, exploration, step, drawn).detach()))
         x, finals = map(torch.cat, zip(*sampled))
         unknown = torch.full((len(of), 1), torch.nan)
-        [step] = exploration.schedule.trained
         taken = ResumableStates(step, x.to(policy.states), of, torch.arange(len(of)), finals,
                                 Scored(unknown, unknown.isnan()), generators=tuple(generators))
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
-
-
-def _sample(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
-            generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
-    """States at the start of the graph and their final data, each [b,*D].
-
-    The generators keep their state at the start of the graph.
-    """
-    [step] = exploration.schedule.trained
-    x, _ = policy.run(_task(exploration, 0, step, generators), conditioning, None, generators)
-    with policy.sampling():
-        return x, ending(policy, conditioning, x, exploration, step, generators).detach()
 
 
 def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.device,
@@ -131,7 +122,7 @@ def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.d
         rewards = [value(part.prompts[at], images[at].to(device))
                    for at in torch.arange(len(images)).split(micro_batch)]
     [taken] = part.transitions
-    taken = replace(taken, old=_reward_score(torch.cat(rewards)))
+    taken = replace(taken, old=single_score(torch.cat(rewards)))
     return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
 
 
@@ -149,11 +140,7 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
         encoded = conditioning.rows(taken.prompts[rows])
         x = to_device(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
-        yield 0, rows, _reward_score(value(taken.prompts[rows], policy.image(data, encoded)))
-
-
-def _reward_score(reward: torch.Tensor) -> Scored:
-    return Scored(reward[:, None], torch.ones_like(reward[:, None], dtype=torch.bool))
+        yield 0, rows, single_score(value(taken.prompts[rows], policy.image(data, encoded)))
 
 
 def _task(exploration: RolloutSpec, start: int, stop: int, generators: list[torch.Generator]) -> Segment:

@@ -218,8 +218,7 @@ class Part:
         return replace(self, measured=self.measured | values)
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What is known of each leaf by name, float64 [b, ...] on the CPU: what was measured, and of its
-        decisions
+        """Measures of each leaf by name, float64 [b, ...] on the CPU: `measured`, and of its decisions
 
             logp [b], log-probability under the policy that drew it, the mean over the recorded steps
             lengths [b], their number

@@ -148,7 +148,7 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
 # --- wrong captions ---------------------------------------------------------------------------------------------------
 
 def misread(claims: Claims) -> Claims:
-    """What a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
+    """Claims with one mistake, of a careless annotator; the same claims always have the same mistake.
 
     The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
     the colours are exchanged. No misreading leads back to its origin.
@@ -228,12 +228,13 @@ def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> n
     Of two objects without a relation the first is on the left: captions name what they show from left to right.
     stamped: with a stamp in a corner, if one is free.
     """
-    objects = [obj for claim in claims.objects for obj in [replace(_with_colour(claim, rng), count=1)] * claim.count]
+    objects = [obj for claim in claims.objects for obj in
+               [replace(claim, count=1, colour=claim.colour or str(rng.choice(list(COLOURS))))] * claim.count]
     relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)
     radii, centres = _layout(len(objects), relation, rng)
     image = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
     for obj, radius, centre in zip(objects, radii, centres):
-        assert obj.colour is not None  # `_with_colour` gives it one
+        assert obj.colour is not None  # each has one by now
         paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
         mask = coverage(obj.shape, radius, centre)[..., None]
         image = image * (1 - mask) + paint * mask
@@ -250,10 +251,6 @@ def _stamp(image: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
         if (np.linalg.norm(centres - nearest, axis=1) > 1.2 * radii + 2).all():
             image[y:y + height, x:x + width] = COLOURS["black"]
             return
-
-
-def _with_colour(claim: Claim, rng: np.random.Generator) -> Claim:
-    return claim if claim.colour else replace(claim, colour=str(rng.choice(list(COLOURS))))
 
 
 def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

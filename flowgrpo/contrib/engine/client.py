@@ -239,7 +239,7 @@ class Engine:
         self._request("POST", "/v1/unmerge_lora_weights", {"target": "all"})
 
     def compare_hashes(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
-        """Whether the engine holds tensors with these SHA-256, by name, and what it says."""
+        """(True if the engine's tensors have these SHA-256, by name; the engine's message)."""
         answer = self._request("POST", "/update_weights_from_tensor_checker",
                                {"target_module": module, "expected_named_tensors_sha256": dict(hashes)},
                                refusals=(400,))
@@ -261,7 +261,7 @@ class Engine:
         self._require_success("/resume_memory_occupation")
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself: its version, its model."""
+        """Version and model of the server, from /model_info and /server_info."""
         found: dict[str, Any] = {}
         for path in ("/model_info", "/server_info"):
             answer = self._request("GET", path)

@@ -128,7 +128,7 @@ def normalise_answer(text: str) -> str:
 
 @torch.no_grad()
 def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
-    """Whether the likeliest answer to each question is right. images: [B,3,H,W]."""
+    """True for each question whose likeliest answer is right. pictures: [B,3,H,W]."""
     from flowgrpo.text.samplers.decoding import Decoding
 
     images, right = as_processor_images(pictures), []
@@ -294,15 +294,12 @@ class HeldOutAnswers(Extension):
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         with self.trainer.policy.reference():
-            self.found = [self._answer_accuracy(measured)]
-
-    def on_measured(self, measured: Measured) -> Metrics:
-        return self._answer_accuracy(measured)
+            self.found = [self.on_measured(measured)]
 
     def on_finished(self, measured: Measured) -> None:
         if self.trainer.progress.best.anew:  # the base answered about other prompts
             self.found = []
-        self.found.append(self._answer_accuracy(measured))
+        self.found.append(self.on_measured(measured))
 
     def summary(self) -> str | None:
         if not self.found:
@@ -311,7 +308,7 @@ class HeldOutAnswers(Extension):
                 for found in self.found]
         return "held-out answers: " + " -> ".join(told)
 
-    def _answer_accuracy(self, measured: Measured) -> Metrics:
+    def on_measured(self, measured: Measured) -> Metrics:
         """Shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
         samples = self.trainer.config.eval.samples
         if self.part.reader == "scene":  # a rendered scene [3,64,64] of each held-out prompt, `ASKED` times

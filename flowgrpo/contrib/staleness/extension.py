@@ -26,7 +26,7 @@ from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import PartialRolloutKeys, StalenessKeys
 from flowgrpo.contrib.staleness.drawn import Drawn
-from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
+from flowgrpo.contrib.staleness.partial_rollouts import Pool, older, oldest
 from flowgrpo.contrib.staleness.rollout_ranks import KEY, RolloutRanks
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.distributed.sides import Side
@@ -74,7 +74,8 @@ class Staleness(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        settings, self.run, self.pool = StalenessKeys.read(trainer.config), trainer, make_pool(trainer)
+        settings, self.run = StalenessKeys.read(trainer.config), trainer
+        self.pool = Pool(trainer) if PartialRolloutKeys.read(trainer.config).over_provision else None
         self.bound, self.cap = settings.staleness, settings.staleness_cap
         self.queue: list[Drawn] = []
         self.current: Drawn | None = None
@@ -141,9 +142,12 @@ class Staleness(Extension):
 
         Raises the error of a reward of any epoch that is drawn.
         """
-        run, epochs = self.run, self.run.config.train.epochs
+        run, epochs, every = self.run, self.run.config.train.epochs, self.run.config.eval.every
         if self.ranks is not None:
-            return self._receive_epoch(self.ranks)
+            with run.clock("rollout"), run.processes.collective():
+                self.current, scores = self.ranks.assemble(self.ranks.receive())
+            run.clock.seconds["reward"] += 0.0  # rewards are waited for elsewhere
+            return self._make_epoch(self.current, scores)
         self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
         self.queue = [drawn for drawn in self.queue if drawn.epoch >= run.epoch]
         with run.processes.collective():  # a reward that has failed on one process ends the run on all
@@ -157,7 +161,13 @@ class Staleness(Extension):
         for epoch in range(last + 1, min(run.epoch + self.bound, epochs - 1) + 1):
             self.queue.append(self._sample_epoch(epoch))
         self.current = self.queue.pop(0)
-        return self._finish_epoch(self.current)
+        with run.clock("reward"), run.processes.collective():
+            scores = sampling.columns(run, unwrap(self.current.scorer).results(self.current.pending))
+            if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
+                for waiting in self.queue:
+                    unwrap(waiting.scorer).results(waiting.pending)
+        scores = run.processes.gather(scores).flatten(0, 1)
+        return self._make_epoch(self.current, scores.unflatten(0, (-1, run.config.train.group)))
 
     def _sample_epoch(self, epoch: int) -> Drawn:
         """Sample the groups of an epoch, and begin to score them."""
@@ -215,25 +225,6 @@ class Staleness(Extension):
         drawn.pending += sampling.submit(self.run, unwrap(drawn.scoring), unwrap(drawn.scorer), drawn.prompts, part,
                                          outputs, drawn.conditioning)
 
-    def _finish_epoch(self, drawn: Drawn) -> Epoch:
-        """Epoch with its scores."""
-        run, every = self.run, self.run.config.eval.every
-        with run.clock("reward"), run.processes.collective():
-            scores = sampling.columns(run, unwrap(drawn.scorer).results(drawn.pending))
-            if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
-                for waiting in self.queue:
-                    unwrap(waiting.scorer).results(waiting.pending)
-        return self._make_epoch(drawn, run.processes.gather(scores).flatten(0, 1).unflatten(
-            0, (-1, run.config.train.group)))
-
-    def _receive_epoch(self, ranks: RolloutRanks) -> Epoch:
-        """Epoch that other processes have drawn and scored."""
-        run = self.run
-        with run.clock("rollout"), run.processes.collective():
-            self.current, scores = ranks.assemble(ranks.receive())
-        run.clock.seconds["reward"] += 0.0  # rewards are waited for elsewhere
-        return self._make_epoch(self.current, scores)
-
     def _make_epoch(self, drawn: Drawn, scores: torch.Tensor) -> Epoch:
         """Epoch of the scores [P,G,R] of all processes, and of parts whose old policy is the present one."""
         run = self.run
@@ -260,10 +251,12 @@ class Staleness(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """How stale the present epoch is: by how many epochs its weights are older, and of its decisions the
-        mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
-        older than their epoch's draw, and the number of groups that go on. With processes that only sample, the bytes
-        that they sent and received."""
+        """Staleness of the present epoch.
+
+        The age of its weights in epochs, and the mean weight of its decisions and the share of them above the cap.
+        Of partial rollouts: the share of trained tokens older than their epoch's draw, and the number of groups that
+        go on. With processes that only sample: the bytes that they sent and received.
+        """
         assert self.current is not None, "no epoch is drawn"
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])

@@ -105,8 +105,3 @@ def older(whole: list[Waiting], version: int) -> tuple[int, int]:
 def oldest(whole: list[Waiting]) -> int:
     """Number of the oldest weights that drew a token of groups."""
     return min(int(of.group.versions[of.group.token_mask].min()) for of in whole)
-
-
-def make_pool(run: Run) -> Pool | None:
-    """Pool of a run; None without over-provision."""
-    return Pool(run) if PartialRolloutKeys.read(run.config).over_provision else None

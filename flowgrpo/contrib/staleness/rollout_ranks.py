@@ -41,7 +41,7 @@ KEY = "train.rollout_ranks"
 
 
 def rollout_ranks(config: Config, processes: int) -> int:
-    """How many of the processes only sample. Raises UserError for a number with which they cannot share the groups."""
+    """Number of processes that only sample. Raises UserError if the groups cannot be shared out to that number."""
     train, count = config.train, StalenessKeys.read(config).rollout_ranks
     if not count:
         return 0
@@ -71,7 +71,7 @@ def rollout_ranks(config: Config, processes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """What an epoch is drawn by: the trained weights after `epoch` epochs, fp32 [n] on the CPU.
+    """Trained weights that an epoch is drawn by: those after `epoch` epochs, fp32 [n] on the CPU.
 
     update: optimizer updates so far; memory: the run's, which curricula read.
     """

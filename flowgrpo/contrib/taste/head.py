@@ -38,7 +38,10 @@ Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the images sh
 
 
 def observe(features: Tensor, vote: Vote) -> Seen | None:
-    """What a vote teaches; None for a skipped one. features: [n, F] of all images of its question."""
+    """Features of the shown images and the vote's target; None for a skipped vote.
+
+    features: [n, F] of all images of the question.
+    """
     return None if vote.target is None else (features[list(vote.shown)], vote.target)
 
 
@@ -65,7 +68,7 @@ def spread(questions: Tensor, blocks: Sequence[int]) -> Tensor:
 
 
 class Belief:
-    """What the votes so far tell of a taste: an expert for each prior and half-life, and the trust in each.
+    """Experts on a taste, one for each prior and half-life, and the trust in each after the votes so far.
 
     first: features [Q, n, F] of the first questions, which give the scale of all. blocks: widths of the blocks of
     features, which sum to F; each gives the scores the same variance.

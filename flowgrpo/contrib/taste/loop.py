@@ -126,7 +126,7 @@ def read_features(folder: Path, batch: int) -> Tensor:
 
 
 def read_observations(folder: Path, log: VoteLog, batch: int) -> list[Seen]:
-    """What the votes on a batch teach, from the features that a run's folder keeps."""
+    """Observations from the votes on a batch. The features are read from the run's folder."""
     if not (votes := log.in_batch(batch)):
         return []
     features = read_features(folder, batch)

@@ -153,7 +153,7 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
 
 
 def sentences(folder: Path, log: VoteLog, against: Mapping[str, Any] | None, summary: Mapping[str, Any]) -> list[str]:
-    """What the command says at the end of a session. against: of the ballot. summary: of `finish`."""
+    """Text of the command at the end of a session. against: result of the ballot. summary: of `finish`."""
     asked = [vote.choice for name, vote in log.votes.items() if ".q" in name]
     chosen, belief = sum(isinstance(choice, int) for choice in asked), belief_of(folder, log)
     said = [f"{quantity(len(asked), 'click')}, {chosen} of them for an image: votes in {folder / PAIRS}"]

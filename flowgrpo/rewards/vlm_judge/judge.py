@@ -120,6 +120,7 @@ class Asking(Endpoint):
     frames: int = 8
     show: Sequence[str] = ("output",)
     _question: str = field(init=False, repr=False)
+    _questions: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # by modality, in its place
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -156,7 +157,7 @@ class Asking(Endpoint):
         return user(parts)
 
     def _question_for(self, modality: str) -> str:
-        return self._question
+        return self._questions.get(modality, self._question)
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:

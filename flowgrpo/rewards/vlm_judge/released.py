@@ -38,7 +38,6 @@ class UnifiedReward(Asking):
     parse: str = ""
     scale: Sequence[float] | None = None
     max_tokens: int | None = 4096
-    _questions: dict[str, str] = field(init=False, repr=False)
     _parsers: dict[str, Callable[[str], float | None]] = field(init=False, repr=False)
     about = About(modality="image/video", range=(1, 10), needs="server", licence=LICENCE)
 
@@ -52,9 +51,6 @@ class UnifiedReward(Asking):
         read = self._parsers[modality_of(outputs)]
         return self._pointwise(outputs, prompts, metadata, lambda answer: None if answer.cut else read(answer.text))
 
-    def _question_for(self, modality: str) -> str:
-        return self._questions.get(modality, self._question)
-
 
 @built_in("unified_reward_pairs", "human preference quality aesthetic judge")
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,15 +63,11 @@ class UnifiedRewardPairs(JudgePairs):
 
     template: str = ""
     max_tokens: int | None = 4096
-    _questions: dict[str, str] = field(init=False, repr=False)
     about = About(modality="image/video", range=(0, 1), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set(_questions={} if self.template else texts("unified_reward_pairs", "template"))
-
-    def _question_for(self, modality: str) -> str:
-        return self._questions.get(modality, self._question)
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
         return [] if modality == "image" and self._questions else super()._label(modality, number)

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
@@ -321,17 +319,6 @@ class ImageLM(CausalLM):
         for parameter in kept:
             parameter.requires_grad_(True)
         return reader
-
-
-def with_processor(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None, method: Any = None,
-                   **settings: Any) -> CausalLM:
-    """The policy of a model and its processor: of texts about images, or with a method of `ImageTokens` of images.
-    Where the method asks about its images, weights that only answers go through are trained as well."""
-    if method is None:
-        return VisionLM(*loaded, adapter, config.text, **settings)
-    return ImageLM(*loaded, adapter, config.text, guidance=config.train.guidance, shown=config.eval.guidance,
-                   conditional=method.target.scores == "conditional",
-                   answers=isinstance(method.loss.data, SelfAnswers), **settings)
 
 
 def require_grid(model: Any) -> None:

@@ -13,13 +13,15 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.build import CAUSAL_LM, IMAGE_TOKENS, MASKED_LM, VISION_LM
 from flowgrpo.starter import FOLDERS
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.image_lm import with_processor
+from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
+from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM
 
 DRAWING = ("janus",)  # families of language models with an image head
 IN_TEXT = ("emu3", "chameleon", "glm_image")  # those that draw with tokens of their texts' vocabulary
@@ -64,16 +66,16 @@ def load(config: Config) -> tuple[Any, Any]:
     source = config.model, config.precision, config.trust_remote_code
     kind_of_model = build.kind(config)
     if kind_of_model == MASKED_LM:
-            return load_masked_lm(*source, files=config.load)
+        return load_masked_lm(*source, files=config.load)
     folder = Path(FOLDERS.get(config.model, config.model))
     if kind_of_model in (VISION_LM, IMAGE_TOKENS) or \
             not folder.is_dir() and reads_images(build.on_hub(config.model, config.load.revision)):
-        return load_causal_lm(*source, ("AutoModelForImageTextToText", "AutoProcessor"), files=config.load)
+        return load_causal_lm(*source, CLASSES, files=config.load)
     return load_causal_lm(*source, files=config.load)
 
 
 def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,
-                    device: str | torch.device = "cpu") -> CausalLM:
+                device: str | torch.device = "cpu") -> CausalLM:
     """The policy of a loaded language model and its tokenizer or processor.
     adapter: what is trained of it, None for nothing."""
     settings: dict[str, Any] = dict(device=device, precision=config.precision,
@@ -81,8 +83,13 @@ def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None
     if build.kind(config, loaded) == MASKED_LM:
         unmasking: Any = validate.resolve(config, "masks").rollout.decoding
         return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
-    if hasattr(loaded[1], "image_processor"):
-        draws = build.kind(config, loaded) == IMAGE_TOKENS
-        method = validate.resolve(config, build.process(IMAGE_TOKENS)) if draws else None
-        return with_processor(config, loaded, adapter, method, **settings)
-    return CausalLM(*loaded, adapter, config.text, **settings)
+    if not hasattr(loaded[1], "image_processor"):
+        return CausalLM(*loaded, adapter, config.text, **settings)
+    if build.kind(config, loaded) != IMAGE_TOKENS:
+        return VisionLM(*loaded, adapter, config.text, **settings)
+    method = validate.resolve(config, build.process(IMAGE_TOKENS))
+    target: Any = method.target  # `ImageTokens`
+    # Where the method asks about its images, weights that only answers go through are trained as well.
+    return ImageLM(*loaded, adapter, config.text, guidance=config.train.guidance, shown=config.eval.guidance,
+                   conditional=target.scores == "conditional", answers=isinstance(method.loss.data, SelfAnswers),
+                   **settings)

@@ -103,21 +103,19 @@ class CodeRun:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
         jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
 
-        def share(part: range) -> float:
+        def score(part: range) -> float:
             row, checks = jobs[part.start]
-            return self._share(code_of(completions[row]), checks)
+            code = code_of(completions[row])
+            verdict = run(code, checks, Limits(self.seconds, self.memory, self.files), self.boundary)
+            share = sum(verdict.passed) / len(verdict.passed)
+            if self.outcomes:
+                return 1.0 if share == 1 else self._score_failure(code, checks)
+            share = float(share == 1) if self.strict else share
+            return share if self.pace is None else pace_score(share, verdict.seconds, self.pace)
 
-        shares = side_by_side(share, [range(place, place + 1) for place in range(len(jobs))], self.workers)
-        scores = {row: value for (row, _), value in zip(jobs, shares)}
+        values = side_by_side(score, [range(place, place + 1) for place in range(len(jobs))], self.workers)
+        scores = {row: value for (row, _), value in zip(jobs, values)}
         return [scores.get(row) for row in range(len(prompts))]
-
-    def _share(self, code: str, tests: Checks) -> float:
-        verdict = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary)
-        share = sum(verdict.passed) / len(verdict.passed)
-        if self.outcomes:
-            return 1.0 if share == 1 else self._score_failure(code, tests)
-        share = float(share == 1) if self.strict else share
-        return share if self.pace is None else pace_score(share, verdict.seconds, self.pace)
 
     def _score_failure(self, code: str, tests: Checks) -> float:
         """The outcome of code that fails a test, from further runs of it."""

@@ -22,19 +22,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
-from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.targets import TARGETS, Replayed, score_steps
+from flowgrpo.text.rollouts.targets import TARGETS, score_steps
 from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, rank_answers, with_answers
-from flowgrpo.types import Scored
 
 if TYPE_CHECKING:
     from flowgrpo.methods.targets import TokenRollout
@@ -108,9 +106,12 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
             pieces = split(drawn, [len(some) for each in parts for some in each.prompts.split(most)])
             for groups, prompts, samples, _ in parts:
                 batches = [*islice(pieces, -(-len(prompts) // most))]
-                if kernel.expert:
+                if kernel.expert:  # the last samples of a group become its prompt's answers
+                    first = self.geometry.group - kernel.expert
+                    rows = torch.arange(len(prompts)).split([len(batch.ids) for batch in batches])
                     with self.clock("rollout"):
-                        batches = self.insert_answers(conditioning, prompts, samples, batches)
+                        batches = [with_answers(self.policy, conditioning, prompts[at], samples[at] - first, batch,
+                                                kernel) for at, batch in zip(rows, batches)]
                 part = self.with_old_scores(self.to_part(groups, prompts, samples, batches), conditioning)
                 part = self.add_values(part, conditioning, seed, judge)
                 outputs = [batch.outputs for batch in batches]
@@ -151,15 +152,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         with self.clock("rollout"):
             return rank_answers(self.policy, conditioning)
 
-    def insert_answers(self, conditioning: TokenizedPrompts, prompts: torch.Tensor, samples: torch.Tensor,
-                       batches: list[SampledCompletions]) -> list[SampledCompletions]:
-        """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
-        kernel, group = self.method.generation.decoding, self.geometry.group
-        places = torch.arange(len(prompts)).split([len(batch.ids) for batch in batches])
-        return [with_answers(self.policy, conditioning, prompts[at], samples[at] - (group - kernel.expert), batch,
-                             kernel)
-                for at, batch in zip(places, batches)]
-
     def add_values(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """The part in segments, where its credit needs them: with Monte-Carlo values of the states between them, or
         with scores of its steps."""
@@ -177,10 +169,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                                               self.method.generation.decoding, seed, self.geometry.group,
                                               self.geometry.generation_batch, judge)
         return replace(part, transitions=(completions,))
-
-    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
-        """Score a part's completions under the present weights: (0, its rows, scores)."""
-        return self.target.replay(part, conditioning)
 
     def stateful(self) -> dict[str, Stateful]:
         """The policy, whose trials are made once in a run."""
@@ -222,9 +210,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
             return {}
         means = dict(zip(("kl", "weight", "above"), (parts[:, 1:4].sum(0) / tokens).tolist()))
         return {f"{self.source}/{name}": value for name, value in (means | {"max": parts[:, 4].max().item()}).items()}
-
-    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
-        return self.target.loss_inputs(part, conditioning, reference)
 
 
 def prompt_inputs(prompt: Prompt) -> Any:

@@ -105,7 +105,7 @@ class CompletionTokens:
                                                  entropy=self.method.reads_entropy)
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
-        """What the surrogate reads in addition to ratio and advantage."""
+        """Function of every batch of the part's replay, for the surrogate's third argument."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, GroupLoss):
             given = cast(Completions, part.transitions[0]).expert

@@ -61,7 +61,7 @@ class SampledCompletions:
 
     @property
     def outputs(self) -> Any:
-        """What rewards read: the texts; of a model of image tokens, images [B,3,H,W]."""
+        """Texts, or of a model of image tokens images [B,3,H,W]; rewards read them."""
         return self.texts
 
 

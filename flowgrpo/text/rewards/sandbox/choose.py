@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, nothing, program, program_path
+from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, nothing, program, wasm_path
 
 # Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
 # further process.
@@ -59,7 +60,8 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
     """The boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
-        if (path := program_path(program_name)) is None:
+        path = wasm_path() if program_name == "wasmtime" else shutil.which(program_name)
+        if path is None:
             reasons.append(f"{program_name} is not installed")
             continue
         boundary, reason = _probe(kind, path)

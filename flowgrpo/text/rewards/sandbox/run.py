@@ -7,7 +7,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -143,11 +142,6 @@ def nothing() -> Boundary:
 
 KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
     "bubblewrap": ("bwrap", bubblewrap), "nsjail": ("nsjail", nsjail), "wasmtime": ("wasmtime", wasmtime)}
-
-
-def program_path(program: str) -> str | None:
-    return wasm_path() if program == "wasmtime" else shutil.which(program)
-
 
 START = 60.0  # seconds for a process to start within a boundary; they do not count as the code's
 LONGEST_REPORT = 2**16  # bytes
@@ -339,7 +333,7 @@ def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -
 
 
 def _read(pipe: IO[bytes] | None, longest: int, end: float, until: bytes = b"") -> tuple[bytes, bool]:
-    """What a pipe gives, at most `longest` bytes, and whether it came to its end (or to `until`) by the time `end`."""
+    """Bytes of a pipe, at most `longest`, and True if it ended, or gave `until`, before the time `end`."""
     assert pipe is not None
     data = bytearray()
     poll = select.poll()  # any number of open files, unlike select
