@@ -6,11 +6,12 @@
     python scripts/measure/few_steps.py --output runs/few_steps --halves one-seed0
 
 base          the starter in 4 steps
-distilled     dmd2, without a reward
+distilled     consistency distillation, without a reward
 rl            the demo's reward training, measured in 20 steps, and with its weights in 4
-rl_distilled  the demo first, then dmd2 whose base is the tuned model (its LoRA is fused)
-distilled_rl  dmd2 first, then rlcm on the student
-one           dmdr: both in one run
+rl_distilled  the demo first, then consistency distillation whose base is the tuned model (its LoRA is fused)
+distilled_rl  consistency distillation first, then rlcm on the student
+one           the recipe: both in one run
+matched       the recipe with DMD2's match in place of consistency distillation
 
 Every 4-step arm samples with fresh noise (FlowMatchLCMScheduler at sigma 1, .75, .5 and .25). Each row has the strict
 accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, KID to
@@ -42,8 +43,11 @@ from flowgrpo.starter import CALL
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_4steps.yaml"
 DEMO = Path(__file__).parents[2] / "configs" / "starter.yaml"
-ALONE = ["--method=dmd2", "--reward=scene", "--parts={distil: {updates: 4, fake_updates: 2, fake_lr: 2e-3}}",
-         "--train.epochs=50", "--train.group=16", "--train.micro_batch=64", "--train.lr=2e-3"]
+ALONE = ["--method=dmd2", "--reward=scene", "--parts={distil: {type: ConsistencyDistillation, jumps: 16, updates: 4}}",
+         "--train.epochs=50", "--train.group=16", "--train.micro_batch=64", "--train.lr=3e-3"]
+MATCH = ["--parts={adapted: {encoders: true}, roots: 1, advantage: {order: advantages}, distil: {text: student, "
+         "after: 60, weight: 0.15, updates: 3, lr_share: 0.4, fake_updates: 2, fake_lr: 1e-3, blend: 0}}",
+         "--train.epochs=100"]
 # By arm: the runs that follow on each other, as (name, recipe, options, what starts from the run before).
 ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "base": [],
@@ -52,7 +56,8 @@ ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "rl_distilled": [("rl", DEMO, [], ""), ("rl_distilled", RECIPE, ALONE, "load.lora")],
     "distilled_rl": [("distilled", RECIPE, ALONE, ""),
                      ("distilled_rl", RECIPE, ["--method=rlcm", "--parts={adapted: {encoders: true}}"], "load.lora")],
-    "one": [("one", RECIPE, [], "")]}
+    "one": [("one", RECIPE, [], "")],
+    "matched": [("matched", RECIPE, MATCH, "")]}
 PROMPTS, SAMPLES = 180, 2
 
 
