@@ -90,7 +90,9 @@ class ConsistentStudent(FewStepStudent):
         output = policy.replay(encoded, x, grid, k).to(target)
         losses = F.huber_loss(output, target, reduction="none", delta=self.part.delta).flatten(1).mean(1)
         self.measured["gap"].append((output.detach() - target).abs().mean())
-        loss = self.part.weight * losses.sum() - self.ascent((x - s * output).to(x), of, encoded)
+        loss = self.part.weight * losses.sum()
+        if self.part.ascent:
+            loss = loss - self.ascent((x - s * output).to(x), of, encoded)
         self.trainer.optimization.backward(loss / self.divisor)
 
     def times(self, number: int) -> RolloutSpec:

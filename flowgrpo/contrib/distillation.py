@@ -198,7 +198,8 @@ class MatchedStudent(FewStepStudent):
                     with self.worn(self.surrogate.values):
                         direction = direction + self.part.reward * matching_direction(x0, predicted(), base)
             loss = self.part.weight * pull(x0, direction).sum()
-            loss = loss - self.ascent(x0.to(x.dtype), chunk.states.prompts, encoded)
+            if self.part.ascent:
+                loss = loss - self.ascent(x0.to(x.dtype), chunk.states.prompts, encoded)
             self.trainer.optimization.backward(loss / self.divisor)
 
     def _gradient(self, learner: Learner, turn: int = 0) -> None:

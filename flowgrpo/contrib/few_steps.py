@@ -123,9 +123,7 @@ class FewStepStudent(Extension):
                 value.grad = None
 
     def ascent(self, x0: Tensor, prompts: Tensor, encoded: Any) -> Tensor:
-        """Sum of the rewards at predicted data, times `part.ascent`; 0 without."""
-        if not self.part.ascent:
-            return x0.new_zeros(())
+        """Sum of the rewards at predicted data, times `part.ascent`."""
         images = self.policy.image(x0, encoded)
         return self.part.ascent * self.trainer.scoring.value(self.own, prompts, images).sum()
 
