@@ -1,15 +1,15 @@
 """Build the unified starter: a small Janus that draws scenes by image tokens and answers questions about images.
 
-    python scripts/build/build_starter_unified.py --out runs/starter_unified            # about half an hour of one core
+    python scripts/build/build_starter_unified.py --out runs/starter_unified            # about an hour of one core
     python scripts/build/build_starter_unified.py --out runs/starter_unified --minutes 10  # stop then; again: continues
 
 Stages, each with a checkpoint every 50 steps: the decoder of the image tokens, by regression, since a token of this
 world says which quarter of which object stands there (`flowgrpo.starter.lattice`); the language model, which learns
 captions to tokens and questions about images to answers, with one set of weights; the vision tower, whose features
-become the words of what stands in a cell; questions for what is there; both tasks again; the folder, in bf16, with its
-processor. It stops early: it draws about half of the images right, and has begun to see. Prints the accuracy of images
-by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and one thread
-computes: one machine builds the same weights again.
+become the words of what stands in a cell, and its place; questions for what is there; both tasks again; the folder, in
+bf16, with its processor. It draws about half of the images right, and answers nearly all questions. Prints the accuracy
+of images by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and
+one thread computes: one machine builds the same weights again.
 """
 
 from __future__ import annotations
@@ -186,32 +186,37 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
 
 def naming(model: Any, tokenizer: Any) -> Callable[[int], Tensor]:
     """Loss of naming what stands in each cell of an image: the vision tower's features there become the sum of the
-    embeddings of its shape's and colour's words, and zeros on the ground, so that words find what they name."""
+    embeddings of its shape's and colour's words and of its place, and zeros on the ground, so that words find what they
+    name. A place is (x, y) in [-1, 1] along two axes that are orthogonal to all of these words."""
     table = model.get_input_embeddings().weight.detach()
     shapes, colours = (table[tokenizer.convert_tokens_to_ids(list(names))].clone()
                        for names in (scenes.SHAPES, scenes.COLOURS))
     named = (shapes[:, None] + colours).flatten(0, 1)
+    others = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+    axes = torch.linalg.qr(torch.cat([shapes, colours, others]).T).Q.T[-2:] * shapes.norm(dim=1).mean()
+    cells = torch.linspace(-1, 1, lattice.SIDE)
+    places = torch.cartesian_prod(cells, cells).flip(1) @ axes  # row by row
 
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((3, step))
         drawn = [lattice.scatter(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
-        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn])).flatten()
+        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
         images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn]))
-        found = model.model.get_image_features(images * 2 - 1).pooler_output.flatten(0, 1)
-        of, seen = (grids[grids > 0] - 1) // 4, F.normalize(found[grids > 0], dim=1) * 10
-        wanted = torch.zeros_like(found)
-        wanted[grids > 0] = named[of]
-        count = len(colours)
-        return (F.cross_entropy(seen @ F.normalize(shapes, dim=1).T, of // count)
-                + F.cross_entropy(seen @ F.normalize(colours, dim=1).T, of % count)
-                + (found - wanted).square().sum(1).mean())
+        found = model.model.get_image_features(images * 2 - 1).pooler_output
+        wanted = torch.where(grids[..., None] > 0, named[(grids - 1).clamp(min=0) // 4] + places, 0.0)
+        return (found - wanted).square().sum(-1).mean()
 
     return loss
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Loss of drawing `captions` scenes and of answering `asked` questions about each of `images` others."""
+    """Loss of drawing `captions` scenes and of answering `asked` questions about each of `images` others.
+
+    With `model.probes`, linear maps of the states behind the first two layers, the places of two shapes are read from
+    their words in a question about both, and the difference of these places where the answer begins. Without that the
+    model does not learn these questions in so few steps.
+    """
 
     model: Any
     tokenizer: Any
@@ -232,7 +237,8 @@ class Lessons:
             claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=shares)))
             drawn.append((claims.caption(str(rng.choice(scenes.PREFIXES))), lattice.place(claims, rng)))
         loss = self.weight * self.drawing(drawn[:self.captions], dice) if self.captions else 0
-        return loss + self.answering([objects for _, objects in drawn[:self.images]], dice)
+        shown = [objects if at % 2 else mixed(rng) for at, (_, objects) in enumerate(drawn[:self.images])]
+        return loss + self.answering(shown, dice)
 
     def drawing(self, drawn: Sequence[tuple[str, list[lattice.Placed]]], dice: random.Random) -> Tensor:
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for _, objects in drawn]))
@@ -253,23 +259,58 @@ class Lessons:
         return (losses * weights).sum() / weights.sum()
 
     def answering(self, shown: Sequence[list[lattice.Placed]], dice: random.Random) -> Tensor:
-        rows, labels = [], []
-        for objects in shown:
+        """Questions of one image stand behind it in one row, but each sees the image and itself only, at the places
+        that it has where it is asked by itself: otherwise one answer tells another."""
+        rows, labels, places, parts = [], [], [], []
+        named, apart = [], []  # (row, column, place) of words, and (row, column, difference) of answers
+        for number, objects in enumerate(shown):
             row = [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI]
-            label: list[int] = []
-            for _ in range(self.asked):
+            label, place, part = [-100] * len(row), [*range(head := len(row))], [0] * len(row)
+            for at in range(self.asked):
                 question, answer = sample_question(seen(objects), dice, self.only)
-                asked = [*self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(question)), ASSISTANT]
+                spoken = self.tokenizer.tokenize(question)
+                asked = [*self.tokenizer.convert_tokens_to_ids(spoken), ASSISTANT]
+                if read_question(question)[0] in ("where", "related"):
+                    two = [(column, middle(objects, word)) for column, word in enumerate(spoken, len(row))
+                           if word in scenes.SHAPES or word in scenes.PLURALS]
+                    named += [(number, *each) for each in two]
+                    apart.append((number, len(row) + len(spoken), two[0][1] - two[1][1]))
                 said = [self.tokenizer.convert_tokens_to_ids(answer), EOS]
-                label += [-100] * (len(row) + len(asked) - len(label)) + said
-                row += [*asked, *said, USER]
-            rows.append(row[:-1])
+                row += [*asked, *said]
+                label += [-100] * len(asked) + said
+                place += range(head, head + len(asked) + 2)
+                part += [at + 1] * (len(asked) + 2)
+            rows.append(row)
             labels.append(label)
+            places.append(place)
+            parts.append(part)
         images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in shown]))
-        ids, wanted = padded(rows, PAD), padded(labels, -100)[:, 1:]
-        states = self.model.model.language_model(
-            inputs_embeds=with_images(self.model, ids, images), use_cache=False).last_hidden_state[:, :-1]
-        return F.cross_entropy(self.model.lm_head(states[wanted != -100]).float(), wanted[wanted != -100])
+        ids, wanted, part = padded(rows, PAD), padded(labels, -100)[:, 1:], padded(parts, -1)
+        before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        visible = before & ((part[:, None] == part[..., None]) | (part[:, None] == 0))
+        found = self.model.model.language_model(
+            inputs_embeds=with_images(self.model, ids, images), attention_mask=visible[:, None],
+            position_ids=padded(places, 0), use_cache=False, output_hidden_states=True)
+        states = found.last_hidden_state[:, :-1]
+        loss = F.cross_entropy(self.model.lm_head(states[wanted != -100]).float(), wanted[wanted != -100])
+        if hasattr(self.model, "probes") and apart:
+            for probe, layer, targets in zip(self.model.probes, found.hidden_states[1:], (named, apart)):
+                at, column, values = zip(*targets)
+                read = probe(layer[torch.tensor(at), torch.tensor(column)])
+                loss = loss + F.mse_loss(read, torch.tensor(np.stack(values), dtype=torch.float32))
+        return loss
+
+
+def middle(objects: Sequence[lattice.Placed], word: str) -> np.ndarray:
+    """Mean place of the objects of a shape, (x, y) in [-1, 1]. word: its name, or its plural."""
+    places = [centre for shape, _, centre in objects if shape == scenes.PLURALS.get(word, word)]
+    return np.mean(places, axis=0) / (scenes.SIZE / 2) - 1
+
+
+def mixed(rng: np.random.Generator) -> list[lattice.Placed]:
+    """Two to five objects of different shapes: of most pairs one can ask for the direction."""
+    shapes = rng.choice(scenes.SHAPES, rng.integers(2, 6), replace=False)
+    return lattice.place(scenes.Claims(tuple(scenes.Claim(str(shape)) for shape in rng.permutation(shapes))), rng)
 
 
 def padded(rows: Iterable[list[int]], value: int) -> Tensor:
@@ -388,9 +429,9 @@ def main() -> None:
     parser.add_argument("--captions", type=int, default=48, help="per step")
     parser.add_argument("--images", type=int, default=12, help="per step, that are asked about")
     parser.add_argument("--asked", type=int, default=3, help="questions about each")
-    parser.add_argument("--seeing-steps", type=int, default=500, help="of the vision tower alone")
+    parser.add_argument("--seeing-steps", type=int, default=3000, help="of the vision tower alone")
     parser.add_argument("--looking-steps", type=int, default=150, help="of questions for what is there, alone")
-    parser.add_argument("--last-steps", type=int, default=140, help="of both tasks behind it")
+    parser.add_argument("--last-steps", type=int, default=1000, help="of both tasks behind it")
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
@@ -413,12 +454,16 @@ def main() -> None:
     eyes = [*model.model.vision_model.parameters(), *model.model.aligner.parameters()]
     with torch.no_grad():
         model.model.aligner.hidden_layers[-1].weight.mul_(0.1)  # features of about the size of words
-    Stage(args.out / "eyes.pt", model, eyes, naming(model, processor.tokenizer), args.seeing_steps, 2e-3, 1.6
+    Stage(args.out / "eyes.pt", model, eyes, naming(model, processor.tokenizer), args.seeing_steps, 1e-3, 1.6
           ).run(deadline)
     looking = Lessons(model, processor.tokenizer, args.looking_steps, 0, 12, 12, easy=0, first=4000, only="exists")
     Stage(args.out / "looking.pt", model, learned, looking, args.looking_steps, 1e-3, math.inf).run(deadline)
-    lessons = Lessons(model, processor.tokenizer, args.last_steps, 32, 12, 8, easy=0, weight=2.0, first=5000)
+    torch.manual_seed(1)
+    model.probes = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(2))
+    learned += model.probes.parameters()
+    lessons = Lessons(model, processor.tokenizer, args.last_steps, 16, 32, 16, easy=0, weight=1.0, first=5000)
     Stage(args.out / "both.pt", model, learned, lessons, args.last_steps, 1e-3, 1.6).run(deadline)
+    del model.probes
     model.eval().to(torch.bfloat16).save_pretrained(args.out / "model")
     processor.save_pretrained(args.out / "model")
     tables(model.float(), processor.tokenizer)
