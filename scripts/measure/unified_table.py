@@ -1,8 +1,7 @@
-"""Tables of the unified starter: both halves, each half alone, and its own answers as the reward beside the reader's.
+"""Table of the unified starter: its own answers as the reward beside an outside checker, both tasks and each alone.
 
-    python scripts/measure/unified_table.py --output runs/unified          # three seeds of every arm of the first table
-    python scripts/measure/unified_table.py --output runs/unified --table rewards --seeds 0
-    python scripts/measure/unified_table.py --output runs/unified --only both --seeds 0 1
+    python scripts/measure/unified_table.py --output runs/unified                     # three seeds of every arm
+    python scripts/measure/unified_table.py --output runs/unified --only "own answers, images alone" --seeds 0
 
 Every row is one run of configs/starter_unified.yaml. Its weights, and those it began with, draw two images of each of
 the 240 held-out prompts: their strict accuracy `scene`. They answer 960 balanced questions about rendered held-out
@@ -34,45 +33,39 @@ from build_starter_unified import answers_right, held_out_prompts, images_right 
 from revisions import commit  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_unified.yaml"
-OWN: dict[str, Any] = {"reward": {"self_answers": {"args": {"length": 3}}}, "eval.rewards": ["scene"],
-                       "parts.kl.weight": 0.01, "parts.advantage.scale": "none"}
-# The curriculum counts rewards as success rates, so that both together are at most 1.
-HALVES: dict[str, Any] = {"reward": {"scene": 0.5, "self_answers": {"weight": 0.5, "args": {"length": 3}}}}
-PROMPTS: dict[str, Any] = {"parts.data.reader": "prompt"}  # what every image is said to show
-BARE: dict[str, Any] = {"parts.kl.weight": 0.0, "parts.advantage.scale": "group"}
-ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "halves": {
-        "both": {},
-        "images alone": {"parts.data.batch": 1000},  # more than are ever kept, so that no step is made
-        "answers alone": {"parts.data.apart": False, "parts.data.balance": {"rl": 0.0, "data": 1.0}},
-    },
-    "rewards": {
-        "scene; answers by the reader": {},
-        "scene and own answers; by the reader": HALVES,
-        "own answers; by the reader": OWN,
-        "own answers; by the prompt": OWN | PROMPTS,
-        "own answers; by the prompt, no KL, divided by the std": OWN | PROMPTS | BARE,
-    }}
+NO_ANSWERS: dict[str, Any] = {"parts.data.batch": 1000}  # more images than are ever kept: no step of answers
+CHECKER: dict[str, Any] = {"reward": {"scene": 0.5, "scene_graded": 0.5}, "parts.kl.weight": 0.0}
+READER: dict[str, Any] = {"parts.data.reader": "scene", "parts.data.samples": 0, "parts.data.batch": 192,
+                          "parts.data.source.right": 0.0}  # balanced questions, answered by a reader of the pixels
+ARMS: dict[str, dict[str, Any]] = {
+    "own answers, both tasks": {},
+    "own answers, images alone": NO_ANSWERS,
+    "own answers, both tasks, answers by cross entropy": {"parts.data.samples": 0, "parts.data.batch": 192},
+    "outside checker and reader, both tasks": CHECKER | READER,
+    "outside checker, images alone": CHECKER | NO_ANSWERS,
+    "outside reader, answers alone": CHECKER | READER | {"parts.data.apart": False,
+                                                         "parts.data.balance": {"rl": 0.0, "data": 1.0}}}
 NUMBERS = ("images", "right", "hidden", "imbalance")
 
 
 @cache
 def measured(folder: Path) -> dict[str, float]:
-    """Return what the weights of a folder draw and answer, and the strict accuracy of each task's images."""
+    """Strict accuracy of images and of answers, shown and hidden; then of images by task and of answers by kind."""
     from transformers import AutoProcessor, JanusForConditionalGeneration
 
     model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, prompts = AutoProcessor.from_pretrained(folder).tokenizer, 2 * held_out_prompts()
-    drawn = {name: float(np.mean(found)) for name, found in images_right(model, tokenizer, prompts).items()}
-    right, hidden = (float(np.mean(answers_right(model, tokenizer, prompts, blank)["all"])) for blank in (False, True))
-    return {"images": drawn.pop("all"), "right": right, "hidden": hidden} | drawn
+    drawn = {f"images/{name}": float(np.mean(found)) for name, found in images_right(model, tokenizer, prompts).items()}
+    shown = {f"right/{name}": float(np.mean(found))
+             for name, found in answers_right(model, tokenizer, prompts, False).items()}
+    hidden = float(np.mean(answers_right(model, tokenizer, prompts, True)["all"]))
+    return {"images": drawn.pop("images/all"), "right": shown.pop("right/all"), "hidden": hidden} | drawn | shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--table", choices=ARMS, default="halves")
-    parser.add_argument("--only", nargs="*", help="arms")
+    parser.add_argument("--only", nargs="*", choices=ARMS, help="arms")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     args = parser.parse_args()
@@ -80,9 +73,9 @@ def main() -> None:
     file = args.output / "table.json"
     rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     given = dict(option.partition("=")[::2] for option in args.option)
-    for arm, changes in ARMS[args.table].items():
+    for arm, changes in ARMS.items():
         for seed in args.seeds if args.only is None or arm in args.only else ():
-            key = f"{args.table}/{arm}/{seed}"
+            key = f"{arm}/{seed}"
             if key not in rows:
                 folder = args.output / re.sub(r"\W+", "_", key)
                 began = time.process_time()
@@ -96,7 +89,7 @@ def main() -> None:
             print(key, rows[key], flush=True)
     print("| run | seed | " + " | ".join(NUMBERS) + " | processor, s |\n|" + "---|" * (len(NUMBERS) + 3))
     for key, row in rows.items():
-        _, arm, seed = key.split("/")
+        arm, seed = key.split("/")
         row["imbalance"] = [abs(image - right) for image, right in zip(row["images"], row["right"])]
         cells = [f"{row[name][0]:.3f} to {row[name][1]:.3f}" for name in NUMBERS]
         print(f"| {arm} | {seed} | " + " | ".join(cells) + f" | {row['seconds']:.0f} |")
