@@ -33,18 +33,21 @@ from build_starter_unified import answers_right, held_out_prompts, images_right 
 from revisions import commit  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_unified.yaml"
-NO_ANSWERS: dict[str, Any] = {"parts.data.batch": 1000}  # more images than are ever kept: no step of answers
 CHECKER: dict[str, Any] = {"reward": {"scene": 0.5, "scene_graded": 0.5}, "parts.kl.weight": 0.0}
-READER: dict[str, Any] = {"parts.data.reader": "scene", "parts.data.samples": 0, "parts.data.batch": 192,
-                          "parts.data.source.right": 0.0}  # balanced questions, answered by a reader of the pixels
+# Answers about the run's own right images, by the prompts.
+OWN: dict[str, Any] = {"type": "SelfAnswers", "apart": True, "reader": "prompt", "questions": 1, "length": 3,
+                       "source": {"type": "PassRate", "right": 1.0}}
+# Balanced questions, answered by a reader of the pixels.
+READER: dict[str, Any] = OWN | {"reader": "scene", "samples": 0, "batch": 192,
+                                "source": {"type": "PassRate", "right": 0.0}}
 ARMS: dict[str, dict[str, Any]] = {
-    "own answers, both tasks": {},
-    "own answers, images alone": NO_ANSWERS,
-    "own answers, both tasks, answers by cross entropy": {"parts.data.samples": 0, "parts.data.batch": 192},
-    "outside checker and reader, both tasks": CHECKER | READER,
-    "outside checker, images alone": CHECKER | NO_ANSWERS,
-    "outside reader, answers alone": CHECKER | READER | {"parts.data.apart": False,
-                                                         "parts.data.balance": {"rl": 0.0, "data": 1.0}}}
+    "own answers, images alone (the recipe)": {},
+    "own answers, both tasks by GRPO": {"parts.data": OWN | {"samples": 8, "batch": 64}},
+    "own answers, answers by cross entropy": {"parts.data": OWN | {"samples": 0, "batch": 192}},
+    "outside checker, images alone": CHECKER,
+    "outside checker and reader, both tasks": CHECKER | {"parts.data": READER},
+    "outside reader, answers alone": CHECKER | {
+        "parts.data": READER | {"apart": False, "balance": {"rl": 0.0, "data": 1.0}}}}
 NUMBERS = ("images", "right", "hidden", "imbalance")
 
 
