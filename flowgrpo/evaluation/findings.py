@@ -223,7 +223,7 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                if hasattr(reward.function, "answer")}  # rewards that extract an answer from a text
     answers = {arm: {name: [[answer(text) for text in ledger.batch(row)] for row in rows]
                      for name, answer in extract.items()} for arm, rows in places.items()}
-    trained = list(plan.config.trained) if plan.config else None
+    trained = [name for name, rule in plan.config.trained.items() if rule.direction] if plan.config else None
     summary = summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
     results = {"suite": {"name": suite.name, "format": suite.form, "prompts": prompts,
                          "trained": count_trained(plan.config, suite)}, **plan.as_json(),

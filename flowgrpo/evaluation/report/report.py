@@ -286,7 +286,7 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
     points = sorted((epoch, value) for epoch, value in held.items() if value is not None)
     if points:
         series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})
-    trained = name in config.rewards
+    trained = name in config.trained and config.trained[name].direction
     return {"title": name, "note": f"trained on, {config.trained[name].strength}" if trained else "eval-only",
             "kind": "reward", "series": series, "range": known or within}
 

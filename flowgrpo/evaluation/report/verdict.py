@@ -214,7 +214,7 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
     if len(stages) < 2:
         return []
     first, last = stages[0]["scores"], stages[-1]["scores"]
-    wanted = {name: rule.direction for name, rule in config.trained.items()}
+    wanted = {name: rule.direction for name, rule in config.trained.items() if rule.direction}
     found = []
     for name, was in first.items():  # of the samples that have a score at both times
         now = last.get(name, [])
@@ -252,8 +252,9 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     ended = outcome(config, lines, errors, ranges)
     unheard = {name for name, epochs in ended.silent if len(epochs) == ended.epochs and not ended.nothing}
-    goal = join_words([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
-                       config.trained.items() if name not in unheard or unheard == {*config.trained}])
+    rules = {name: rule for name, rule in config.trained.items() if rule.direction}
+    goal = join_words([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in rules.items()
+                       if name not in unheard or unheard >= {*rules}])
     untrained = [("warn", sentence) for sentence in ended.sentences]
     minutes, seconds = divmod(round(line["seconds"]), 60)
     hours, minutes = divmod(minutes, 60)

@@ -239,6 +239,15 @@ def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
     assert not any("No reward was eval-only" in text for text in texts)
 
 
+def test_a_reward_of_weight_0_is_eval_only():
+    config, found = judged({"a": LOW, "b": HIGH}, {"a": HIGH, "b": LOW}, {"a": 1.0, "b": 0.0})
+    told = [each["text"] for each in verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found,
+                                                       {}, True)]
+    assert " was trained on a with " in told[0]
+    assert any(text.startswith("b, eval-only, fell ") for text in told)
+    assert any(text.startswith("Possible reward hacking: a got better, while b, which was eval-only") for text in told)
+
+
 def test_of_several_rewards_those_are_named_that_holm_leaves():
     """Each of six falls is beyond its 95 % interval, at p = 0.02; among six it may be chance, and among one not."""
     steps = np.sin(np.arange(24))
