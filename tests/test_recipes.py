@@ -435,7 +435,7 @@ def test_levels_and_names_of_the_file(tmp_path):
     assert verify_recipe.level(run(tmp_path, 2, **{"train.epochs": 2}), RECIPE) == "2 epochs"
     file = tmp_path / "verified.json"
     file.write_text("{}")
-    assert verify_recipe.verified(NAME, file) == "never"
+    assert verify_recipe.verified(NAME, file) == "gated"
     verify_recipe.main(run(tmp_path, 5), file)
     assert verify_recipe.verified(NAME, file) == "5 epochs" and json.loads(file.read_text())[NAME]["commit"] == "abc"
     assert all((verify_recipe.ROOT / "configs" / f"{name}.yaml").is_file() for name in json.loads(

@@ -40,8 +40,11 @@ folder. Your own recipe [extends](configuration.md) one by `extends: sdxl_24gb`;
 
 GiB (the peak of each GPU) and hours (of all epochs) are **computed** by
 `flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). Hours are
-lower bounds, without rewards and evaluations. **No recipe has run at full size on a GPU unless its row says so**:
-`loads`, a number of epochs, or `curve` (each trained reward has risen on held-out prompts, 95 %).
+lower bounds, without rewards and evaluations.
+
+**No recipe has run at full size on a GPU unless its level says so**: `loads`, a number of epochs, or `curve` (each
+trained reward has risen on held-out prompts, 95 %). `gated`: three epochs train on a CPU, at full width with one or two
+blocks of random weights, and give the metrics that are kept (`make gates`). `computed`: memory and hours only.
 
 Not read, for want of a copy: the schedulers' files of Qwen-Image-2.1 and HunyuanImage 2.1, on which no number here
 depends, and whether FLUX.3 is gated.
@@ -56,8 +59,8 @@ Recipes of edits and of videos from an image read your own prompt file, with an 
 TABLE = """
 ## All recipes
 
-| recipe | GiB | hours | GPUs | method | trained on |
-|---|---:|---:|---|---|---|
+| recipe | level | GiB | hours | GPUs | method | trained on |
+|---|---|---:|---:|---|---|---|
 """
 MODELS_HEAD = """
 
@@ -140,12 +143,12 @@ def row(name: str) -> str:
     if facts is None:
         raise SystemExit(f"{name} says {line['said']!r}: run this script with its name")
     *_, hours, peak = facts.groups()
-    level = verify_recipe.verified(name)
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     if line["count"] == "One" and float(hours.replace(",", "")) > MOST:
         hours += "*"
-    cells = [f"`{name}`" + (f" ({level})" if level != "never" else ""), peak, hours,
-             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", f"`{config.method}`",
+    if line["count"] != "One":
+        gpus = f"{line['count']} x {gpus}"
+    cells = [f"`{name}`", verify_recipe.verified(name), peak, hours, gpus, f"`{config.method}`",
              listed(rewards(config.trained))]
     return f"| {' | '.join(cells)} |"
 

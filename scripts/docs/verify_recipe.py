@@ -1,11 +1,12 @@
-"""Record what a run on a GPU shows of its recipe, for the column `verified` of docs/recipes.md.
+"""Record what a run on a GPU shows of its recipe, for the column `level` of docs/recipes.md.
 
     python scripts/docs/verify_recipe.py runs/sdxl_24gb     # a run of the recipe of that name
     python scripts/docs/recipe_table.py --none              # writes the page
 
 The level is `loads` (the model is loaded, the rewards scored, the base is measured), `N epochs`, or `curve`: all epochs
 of the recipe, after which each trained reward has risen on held-out prompts, with 95 % confidence. It is read from the
-run's files. A run on a CPU and one of other settings than the recipe's, epochs aside, are refused.
+run's files. A run on a CPU and one of other settings than the recipe's, epochs aside, are refused. Recipes without such
+a run are `gated` where tests/golden/gates.json has them (scripts/measure/gates.py), and `computed` otherwise.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from flowgrpo.storage.json_files import read_lines
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "scripts" / "docs" / "verified.json"
-NEVER = "never"
+GATES = ROOT / "tests" / "golden" / "gates.json"
 SAME = ("model", "method", "parts", "reward", "prompts", "image", "adapter")
 
 
 def verified(name: str, file: Path = FILE) -> str:
     """Return the level of a recipe."""
-    return str(json.loads(file.read_text(encoding="utf-8")).get(name, {}).get("level", NEVER))
+    runs, gates = (json.loads(each.read_text(encoding="utf-8")) for each in (file, GATES))
+    return str(runs[name]["level"]) if name in runs else "gated" if name in gates else "computed"
 
 
 def level(run: Path, recipe: Config) -> str:
