@@ -162,11 +162,14 @@ def test_it_draws_and_answers_as_its_card_says(loaded):
     assert 0.3 < np.mean(hidden["all"]) < 0.5  # 0.46 of the most frequent answers
 
 
-def test_a_step_of_the_recipe_trains_both_halves(tmp_path):
+def test_a_step_of_the_recipe_trains_images_and_with_data_answers_too(tmp_path):
     short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 1, "train.prompts": 2,
              "train.micro_batch": 8,
-             "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2, "parts.data.batch": 8}
-    summary = run(load("starter_unified", short))
+             "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2}
+    summary = run(load("starter_unified", short | {"name": "images"}))
+    assert summary["max_first_log_ratio"] < 1e-4 and summary["updates"] == 1
+    answers = {"parts.data": {"reader": "scene", "samples": 0, "batch": 8, "length": 3, "source": {"right": 0.0}}}
+    summary = run(load("starter_unified", short | answers))
     assert summary["max_first_log_ratio"] < 1e-4 and summary["updates"] in (3, 4)
     assert "held-out answers: right " in summary["kept"] and "hidden" in summary["kept"]
 

@@ -254,7 +254,7 @@ def ernie_image() -> Made:
         scheduler=shifted_scheduler()), {"height": 16, "width": 16, "use_pe": False}
 
 
-# Variants of one builder.
+# One builder each, in several forms.
 FACTORIES |= {
     "StableDiffusion3Pipeline": lambda seed=0: (sd3(seed), SD3_CALL),
     "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),

@@ -288,7 +288,7 @@ def skyreels_image() -> Made:
     return pipe, WAN_CALL | {"image": video_image()}
 
 
-# Variants of one builder.
+# One builder each, in several forms.
 FACTORIES |= {
     "HunyuanVideoImageToVideoPipeline": lambda seed=0: hunyuan_image("latent_concat", seed),
     "HunyuanVideoImageToVideoPipeline (token_replace)": lambda seed=0: hunyuan_image("token_replace", seed),
