@@ -37,6 +37,7 @@ class ConsistentStudent(FewStepStudent):
     """samples: final samples [n, *D] of the epoch with their prompts [n]. average: of the student's weights, by name;
     averaged: in how many steps."""
 
+    name = "consistency"
     part: ConsistencyDistillation
 
     def __init__(self, trainer: Run):

@@ -52,7 +52,8 @@ def made_of_all() -> list[Extension]:
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
                 tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True)),
-                tiny.trainer(method="dmdr", train__steps=4)]
+                tiny.trainer(method="dmdr", train__steps=4),
+                tiny.trainer(method="rlcm", train__steps=4, parts={"distil": {"type": "ConsistencyDistillation"}})]
     pipe, call = pipelines.make("FluxPipeline")
     cached = tiny.config(method="diffusion_nft", image__call=call, rollout__cache="mag")
     trainers.append(Trainer(cached, Accelerator(cpu=True), build.make_policy(cached, torch.device("cpu"), pipe),
