@@ -21,7 +21,7 @@ from flowgrpo.advantages.baselines import Unrewarded
 from flowgrpo.config.features import DryRun
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.methods import capabilities
-from flowgrpo.methods.distillation import RewardedMatching
+from flowgrpo.methods.distillation import Distillation, RewardedMatching
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -51,7 +51,7 @@ class FewStepStudent(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.part: Any = unwrap(trainer.method.loss.distil)
+        self.part: Distillation = unwrap(trainer.method.loss.distil)
         self.policy = cast(PipelinePolicy, trainer.policy)
         self.live = denoiser_weights(self.policy.weights.named)
         self.policy.weights.lr_shares |= dict.fromkeys(self.live.values(), self.part.lr_share)
