@@ -302,7 +302,7 @@ class HeldOutAnswers(Extension):
         self.found.append(self.on_measured(measured))
 
     def summary(self) -> str | None:
-        if not self.found:
+        if not any(self.found):
             return None
         told = [", ".join(f"{name.partition('/')[2]} {value:.3f}" for name, value in found.items())
                 for found in self.found]
@@ -310,6 +310,8 @@ class HeldOutAnswers(Extension):
 
     def on_measured(self, measured: Measured) -> Metrics:
         """Shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
+        if not measured.prompts:  # eval.prompts: 0
+            return {}
         samples = self.trainer.config.eval.samples
         if self.part.reader == "scene":  # a rendered scene [3,64,64] of each held-out prompt, `ASKED` times
             rng, prompts = np.random.default_rng(0), measured.prompts[::samples] * ASKED

@@ -30,6 +30,7 @@ class SelfAnswers:
     key: metadata key of a prompt's own questions, as in `question_answers`.
     condition: the question as the model reads it, with {prompt} for it; as in parts.data SelfAnswers.
     length: most tokens of an answer.
+    strict: share of the reward for images of which every answer is right; the rest is for the share of right ones.
 
     Raises UserError for a model that only draws, or outside of a run.
     """
@@ -37,12 +38,15 @@ class SelfAnswers:
     key: str = "questions"
     condition: str = "{prompt}"
     length: int = 8
+    strict: float = 0.0
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.condition or self.length < 1:
             raise UserError(f"reward 'self_answers': condition is {self.condition!r} and length {self.length}, "
                             "expected a text with {prompt}, and 1 or more")
+        if not 0 <= self.strict <= 1:
+            raise UserError(f"reward 'self_answers': strict is {self.strict}, expected 0 to 1")
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
@@ -54,6 +58,6 @@ class SelfAnswers:
         marks: list[list[bool]] = [[] for _ in prompts]
         for each, right in zip(asked, answer_losses.check_answers(reader, asked, images)):
             marks[each.row].append(right)
-        return [sum(of) / len(of) if of else
+        return [(1 - self.strict) * sum(of) / len(of) + self.strict * all(of) if of else
                 Failed(f"self_answers: no question can be made of the prompt {prompt!r}")
                 for of, prompt in zip(marks, prompts)]

@@ -210,12 +210,16 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
     right = answer_losses.check_answers(reader_of(made.policy, 1), asked, pictures)
     found = rewards["self_answers"].function(pictures, [prompt.text for prompt in ASKED], metadata, made.policy)
     assert found == [sum(right[i:i + 2]) / 2 for i in (0, 2, 4)]
+    strict = composed(strict=0.75)["self_answers"].function(pictures, [prompt.text for prompt in ASKED], metadata,
+                                                            made.policy)
+    assert strict == [share / 4 + 0.75 * (share == 1) for share in found]
     assert made.scoring.waits and not trainer().scoring.waits
     with pytest.raises(UserError, match="a model that reads and generates images by the same weights, such as Janus"):
         rewards["self_answers"].function(pictures, ["1"], metadata, None)
     with pytest.raises(UserError, match="which changes: set cache: false"):
         compose({"self_answers": WatchRule(cache=True)}, "folder")
     assert "condition is 'x' and length 1" in message(composed, condition="x")
+    assert "strict is 2, expected 0 to 1" in message(composed, strict=2)
 
 
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
@@ -253,6 +257,8 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch
     assert before == after and before.keys() == {"answers/right", "answers/hidden", "answers/imbalance"}
     assert before["answers/imbalance"] == pytest.approx(abs(1 / 3 - before["answers/right"]))
     assert watch.summary().startswith(f"held-out answers: right {before['answers/right']:.3f}, hidden ")
+    watch.found = [watch.on_measured(Measured([], {}, torch.empty(0)))]  # eval.prompts: 0
+    assert watch.found == [{}] and watch.summary() is None
     watch.part = SelfAnswers(reader="scene")
     watch.on_measured(Measured([Prompt("a star"), Prompt("two rings")], {"bright": [1.0, 0.0]}, torch.empty(0)))
     assert asked_about[2] == ["a star", "two rings"] * 2
