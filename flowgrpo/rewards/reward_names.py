@@ -58,6 +58,7 @@ BUILT_IN = {
     "ocr": "flowgrpo.rewards.ocr:Ocr",
     "over_saturation": "flowgrpo.rewards.guards:OverSaturation",
     "overlong": "flowgrpo.text.rewards.rules:Overlong",
+    "palette": "flowgrpo.rewards.palette:Palette",
     "pickscore": "flowgrpo.rewards.clip:PickScore",
     "pictured": "flowgrpo.text.rewards.pictured:Pictured",
     "piqe": "flowgrpo.contrib.pixels:piqe",
