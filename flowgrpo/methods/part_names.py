@@ -43,8 +43,8 @@ MODULES: dict[str, dict[str, str]] = {
         "objectives.forward_process": "NegativeAware CentredReward GroupPreference Preference StepPreference",
         "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference "
                                       "PairLoss",
-        "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "
-                                 "RewardAscent ActorCritic",
+        "objectives.surrogates": "Clip AdaptiveClip DualClip SoftGate DynamicClip DivergenceMask Reinforce KLOnly "
+                                 "TruncatedIS RewardAscent ActorCritic",
         "text.losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
                        "RandomPolicyValue RewardLabels",
         "contrib.surrogates": "PolicyShaping TokenWeights"},
@@ -114,8 +114,9 @@ MODULES: dict[str, dict[str, str]] = {
     "edit": {
         "samplers.latent_edits": "Edit"}}
 PRESETS: dict[str, str] = {
-    "text.presets.completions": "grpo dr_grpo dapo dcpo gspo cispo rloo reinforce_pp remax ppo topr nft disco "
-                                "reg_grpo real pacs rover sdpo dpo simpo hypo trpa w_reinforce gtpo grpo_lambda "
-                                "spo_chain spo_tree gigpo s_grpo latr trace_rl trace_rl_value unirl unirl_sft",
+    "text.presets.completions": "grpo dr_grpo dapo dcpo gspo sapo cispo rloo reinforce_pp remax ppo topr nft "
+                                "disco reg_grpo real pacs rover sdpo dpo simpo hypo trpa w_reinforce gtpo "
+                                "grpo_lambda spo_chain spo_tree gigpo s_grpo latr trace_rl trace_rl_value unirl "
+                                "unirl_sft",
     "text.presets.overlays": "entropy_bonus high_entropy llds visurf rl_plus chord relift",
     "text.presets.relaxed": "drakes"}

@@ -133,6 +133,22 @@ class DualClip(Clip):
         return super().clip_mask(log_ratio, advantage) | ((advantage < 0) & (log_ratio.expm1() > self.dual - 1))
 
 
+@part("surrogate")
+class SoftGate(Surrogate):
+    """-A (4/t) sigmoid(t (r - 1)), [B, N], with t = `positive` where A > 0, else `negative` (SAPO, 2511.20347).
+
+    The gradient by r is -A sech^2(t (r - 1) / 2): the unclipped one at r = 1, and it fades where r is far from 1. Bad
+    decisions fade sooner: their gradient raises all other tokens.
+    """
+
+    positive: Annotated[float, Above(0)] = 1.0
+    negative: Annotated[float, Above(0)] = 1.05
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        t = torch.where(advantage > 0, self.positive, self.negative)
+        return -advantage * 4 / t * torch.sigmoid(t * log_ratio.expm1())
+
+
 @part("surrogate", target="tokens", jointly={"low high": "0 to 1 and 0 or more"})
 class DynamicClip(ClippedSurrogate):
     """`Clip` for tokens, wider for tokens that were unlikely under the old policy (DCPO, 2509.02333).

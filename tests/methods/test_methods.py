@@ -51,6 +51,7 @@ from flowgrpo.objectives.sequence_losses import (
     TaperedReinforce,
 )
 from flowgrpo.objectives.supervised import LayerTuning, Uncertain, WarmupCosine
+from flowgrpo.objectives.surrogates import SoftGate
 from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
@@ -109,6 +110,7 @@ OF_TOKENS = {
     "dapo": (PlainRatio(), Clip(0.2, 0.28), TokenMean(), "group", "rewards", SampledKL()),
     "dcpo": (PlainRatio(), DynamicClip(0.16, 0.2), SequenceMean(), None, None, SampledKL()),
     "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), SequenceMean(), "group", "rewards", SampledKL()),
+    "sapo": (PlainRatio(), SoftGate(1.0, 1.05), SequenceMean(), "group", "rewards", SampledKL()),
     "cispo": (PlainRatio(), TruncatedIS(1.0, 4.0), TokenMean(), "group", "rewards", SampledKL()),
     "rloo": (PlainRatio(), Reinforce(), SequenceSum(), "leave_one_out", "rewards", SampledKL()),
     "reinforce_pp": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), "none", "gdpo", SampledKL(1e-3, "k2")),

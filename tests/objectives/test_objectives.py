@@ -24,6 +24,7 @@ from flowgrpo.objectives import (
     Uniform,
     surrogate_input,
 )
+from flowgrpo.objectives.surrogates import SoftGate
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored
@@ -263,6 +264,16 @@ def test_dual_clip_has_the_unit_of_clip():
     dual, clip = DualClip(2e-6, 2e-6), Clip(2e-6, 2e-6)
     assert dual.clip_mask(log_ratio, advantage).tolist() == [[False, True]]
     assert torch.equal(dual(log_ratio, -advantage), clip(log_ratio, -advantage))
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), [
+    (1, 1.0, -2.0, -1.0),  # of an unchanged policy: 4 sigmoid(0), and the plain gradient
+    (-2, 1.0, 4 / 1.05, 2.0),
+    (1, 3.0, -4 / (1 + math.exp(-2)), -3 / math.cosh(1.0) ** 2),
+    (-1, 3.0, 4 / 1.05 / (1 + math.exp(-2.1)), 3 / math.cosh(1.05) ** 2),
+    (1, 0.5, -4 / (1 + math.exp(0.5)), -0.5 / math.cosh(0.25) ** 2)])
+def test_soft_gate_by_hand(advantage, ratio, loss, gradient):
+    assert tried(SoftGate(), advantage, ratio) == (pytest.approx(loss), pytest.approx(gradient), False)
 
 
 # Dynamic clip

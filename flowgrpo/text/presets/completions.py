@@ -10,6 +10,7 @@ from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import reductions, references, sequence_losses
 from flowgrpo.objectives.supervised import FixedWeights
+from flowgrpo.objectives.surrogates import SoftGate
 from flowgrpo.text import credit, losses, targets
 from flowgrpo.text.samplers import decoding, groups, lookahead
 from flowgrpo.text.targets import TextGeneration
@@ -49,6 +50,11 @@ def gspo(method: Method = Method()) -> Method:
     """GSPO: one ratio for a whole completion, its likelihood ratio per token (2507.18071)."""
     return grpo(method).having(log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4),
                                kl=objectives.SampledKL(0.0))
+
+
+def sapo(method: Method = Method()) -> Method:
+    """SAPO: a soft gate in place of the clip, which fades faster for bad completions (2511.20347)."""
+    return grpo(method).having(surrogate=SoftGate(), kl=objectives.SampledKL(0.0))
 
 
 def cispo(method: Method = Method()) -> Method:
