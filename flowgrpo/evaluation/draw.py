@@ -91,7 +91,6 @@ class Drawer(Writer):
     """Draw with a language model that has an image head."""
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> Any:
-        """As of `Painter`."""
         plan = self.plan
         settings = {"Temperature": plan.asked["eval_temperature"], "CFG scale": plan.asked["guidance"],
                     "Model": Path(plan.model).name,

@@ -55,7 +55,7 @@ class TextEncoders:
 
     @torch.no_grad()
     def encode(self, prompts: list[str], negatives: list[str], images: Sequence[Any] | None = None) -> Conditioning:
-        """Encode prompts together; images: none."""
+        """Prompts are encoded in one call. `images` is not read."""
         plain = Conditioning(prompts, negatives)
         if not self._encode.knows(plain):
             self._encode.learn(plain.rows(torch.tensor([0, 0])), self.guidance, lambda: True)

@@ -78,7 +78,6 @@ def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: flo
 
 
 def rate_of(pipe: Any, call: Mapping[str, Any], fps: float | None = None) -> float:
-    """Return `rate` of a loaded pipeline."""
     denoiser = getattr(pipe, "transformer", None)
     return rate(type(pipe), {**getattr(denoiser, "config", {}), **pipe.config}, call, fps)
 

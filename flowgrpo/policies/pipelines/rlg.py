@@ -69,7 +69,6 @@ def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
 
 
 def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:
-    """Return the forward, run inside `with state():`."""
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         with state():

@@ -184,7 +184,6 @@ def chroma() -> Made:
 
 @factory(FACTORIES, "AuraFlowPipeline")
 def aura_flow() -> Made:
-    """Return an AuraFlowPipeline."""
     tokens = tokenizer()
     denoiser = diffusers.AuraFlowTransformer2DModel(
         sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
@@ -196,7 +195,6 @@ def aura_flow() -> Made:
 
 @factory(FACTORIES, "CogView4Pipeline")
 def cogview4() -> Made:
-    """Return a CogView4Pipeline."""
     denoiser = diffusers.CogView4Transformer2DModel(
         in_channels=4, out_channels=4, num_layers=1, attention_head_dim=4, num_attention_heads=4, text_embed_dim=16,
         time_embed_dim=8, condition_dim=4, pos_embed_max_size=16, sample_size=8)

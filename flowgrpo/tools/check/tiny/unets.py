@@ -240,13 +240,11 @@ def _awake(control: Network, *zeros: Any) -> Network:
 
 
 def controlnet(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusionControlNetPipeline."""
     torch.manual_seed(seed)
     return sd15(None, seed, "StableDiffusionControlNetPipeline", controlnet=unet_controlnet())
 
 
 def xl_controlnet(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusionXLControlNetPipeline."""
     torch.manual_seed(seed)
     control = unet_controlnet(2 * WIDTH, **sizes(WIDTH))
     return sdxl(seed, "StableDiffusionXLControlNetPipeline", controlnet=control, add_watermarker=False)
@@ -267,14 +265,12 @@ def sd3_controlnet(seed: int = 0) -> Pipeline:
 
 
 def flux_controlnet(seed: int = 0) -> Pipeline:
-    """Return a FluxControlNetPipeline."""
     torch.manual_seed(seed)
     control = lively(flux_transformer(diffusers.FluxControlNetModel))
     return flux(seed, "FluxControlNetPipeline", controlnet=control)
 
 
 def ip_adapter(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusionPipeline with an IP-Adapter."""
     pipe = sd15(None, seed)
     encoder, processor = image_encoder()
     pipe.register_modules(image_encoder=encoder, feature_extractor=processor)

@@ -257,7 +257,6 @@ def wan_frames() -> Made:
 
 @factory(FACTORIES, "WanVideoToVideoPipeline")
 def wan_video() -> Made:
-    """WanVideoToVideo."""
     pipe = diffusers.WanVideoToVideoPipeline(transformer=_wan_transformer(), **_wan_parts())
     call = {key: value for key, value in WAN_CALL.items() if key != "num_frames"}
     return pipe, call | {"video": [video_image(16 * i) for i in range(5)]}

@@ -67,7 +67,6 @@ def cogvideox_image() -> Made:
 
 @factory(FACTORIES, "CogVideoXVideoToVideoPipeline")
 def cogvideox_video() -> Made:
-    """CogVideoX's video-to-video."""
     pipe = diffusers.CogVideoXVideoToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDDIMScheduler"), **_cogvideox_parts())
     call = {key: value for key, value in COGVIDEOX_CALL.items() if key != "num_frames"}
