@@ -1,8 +1,7 @@
 """Consistency distillation beside a method (`parts.distil: ConsistencyDistillation`).
 
-Samples of the epoch, or of the teacher, are noised to random times. There the student's velocity is drawn to that by
-which it says the same data as an average of its own weights, one step of the teacher's trajectory further
-(`consistency_target`).
+Samples of the epoch are noised to random times. There the student's velocity is drawn to that by which it says the same
+data as an average of its own weights, one step of the teacher's trajectory further (`consistency_target`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.distillation import ConsistencyDistillation, consistency_target
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.samplers import noised_finals
-from flowgrpo.samplers.kernels import euler
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Metrics, Run
@@ -36,8 +34,8 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
 
 
 class ConsistentStudent(FewStepStudent):
-    """samples: final samples [n, *D] of the epoch, or the teacher's, with their prompts [n]. average: of the student's
-    weights, by name; averaged: in how many steps."""
+    """samples: final samples [n, *D] of the epoch with their prompts [n]. average: of the student's weights, by name;
+    averaged: in how many steps."""
 
     name = "consistency"
     part: ConsistencyDistillation
@@ -57,24 +55,6 @@ class ConsistentStudent(FewStepStudent):
                         torch.cat([part.prompts for part in epoch.parts]))
         self.spec = unwrap(epoch.parts[0].exploration)
         self.conditioning, self.own = epoch.conditioning, epoch.own
-        if self.part.samples and not self.waits:
-            with self.trainer.clock("update"):
-                self.samples = self._sample_teacher(*self.samples)
-
-    @torch.no_grad()
-    def _sample_teacher(self, samples: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples [n, *D] of the teacher in `jumps` Euler steps, evenly of the epoch's prompts [n]."""
-        part, policy, count = self.part, self.policy, -(-self.part.samples // self.trainer.processes.count)
-        of = prompts[torch.linspace(0, len(prompts) - 1, count).round().long()]
-        noise = torch.randn(count, *samples.shape[1:], generator=self.draws(1, self.trainer.optimization.update))
-        grid, found = torch.linspace(1, 0, part.jumps + 1, dtype=unwrap(self.spec).grid.dtype), []
-        for rows in torch.arange(count).split(self.trainer.geometry.micro_batch):
-            x, encoded = noise[rows].to(policy.device), self.conditioning.rows(of[rows])
-            with self.base(), at_guidance(policy, part.scale):
-                for jump in range(part.jumps):
-                    x = euler(x, policy.replay(encoded, x.to(samples.dtype), grid, jump), grid, jump)
-            found.append(x.to(samples))
-        return torch.cat(found), of
 
     @torch.no_grad()
     def prepare(self) -> None:

@@ -110,17 +110,15 @@ def preference_weights(advantage: Tensor, error: Tensor, base: Tensor, beta: flo
 
 @part("distil", target="steps", consistent=True)
 class ConsistencyDistillation(Distillation):
-    """Latent consistency distillation (2310.04378) of a flow model, on samples of the run or of the teacher: Huber's
-    loss of `consistency_target` on samples noised to times of (0, 1], one in eleven at 1.
+    """Latent consistency distillation (2310.04378) on the run's own samples, of a flow model: Huber's loss of
+    `consistency_target` on samples noised to times of (0, 1], one in eleven at 1.
 
     jumps: N, steps of the teacher from noise to data.
-    samples: of the teacher, made in `jumps` steps each epoch; 0: those of the student's rollouts, whose variety falls.
     decay: of the average of the student's weights that says the target; from 1/10 in the first steps on.
     delta: of Huber's loss, in velocities.
     """
 
     jumps: Annotated[int, AtLeast(2)] = 10
-    samples: Annotated[int, AtLeast(0)] = 0
     decay: Annotated[float, AtLeast(0, to=1)] = 0.95
     delta: Annotated[float, Above(0)] = 0.25
 

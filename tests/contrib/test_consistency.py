@@ -98,26 +98,6 @@ def test_a_student_that_is_its_base_is_drawn_to_where_the_teacher_goes_and_away_
     assert all(value.grad.abs().max() < 1e-6 for value in student.live.values())
 
 
-@torch.no_grad()
-def test_samples_of_the_teacher_are_its_euler_steps_from_noise_evenly_of_the_prompts():
-    made, student = trainer(parts={"distil": SMALL["distil"] | {"samples": 4}})
-    epoch = loop.draw(made)
-    tiny.stir(made.policy)
-    student.on_drawn(epoch)
-    (samples, of), own = student.samples, torch.cat([part.prompts for part in epoch.parts])
-    assert of.tolist() == [own[0], own[0], own[-1], own[-1]] and own[0] != own[-1]
-    x = torch.randn(samples.shape, generator=student.draws(1, 0))
-    grid = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    with made.policy.weights.base():
-        for jump in range(5):
-            x = x - 0.2 * made.policy.replay(student.conditioning.rows(of), x, grid, jump)
-    torch.testing.assert_close(samples, x, rtol=1e-4, atol=1e-5)
-    object.__setattr__(student.part, "after", 1)  # the loss has not begun: nothing is sampled for it
-    before = made.policy.evaluations
-    student.on_drawn(epoch)
-    assert made.policy.evaluations == before and len(student.samples[0]) == len(own)
-
-
 def test_the_average_follows_the_student_from_a_tenth_on():
     _, student = trainer()
     start = copies(student.average)
