@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class Palette:
 
     def __post_init__(self) -> None:
         for colour in self.colours or ("",):
-            if len(colour) != 7 or colour[0] != "#" or not set(colour[1:].lower()) <= set("0123456789abcdef"):
+            if not re.fullmatch("#[0-9a-fA-F]{6}", str(colour)):
                 raise UserError(f"reward 'palette': got the colour {colour!r}, expected colours such as '#ff8800'")
         if self.tolerance <= 0:
             raise UserError(f"reward 'palette': tolerance is {self.tolerance}, expected above 0")

@@ -40,7 +40,8 @@ def test_its_gradient_is_that_of_a_finite_difference_and_finite_at_black():
 
 
 def test_wrong_colours_are_a_line():
-    assert "got the colour 'red', expected colours such as '#ff8800'" in message(
-        rewards.find, "palette", {"colours": ["red"]})
+    for wrong, said in ((["red"], "'red'"), ([5], "5"), (["#ff880"], "'#ff880'"), ("#ff8800", "'#'"), ([], "''")):
+        assert f"got the colour {said}, expected colours such as '#ff8800'" in message(
+            rewards.find, "palette", {"colours": wrong})
     assert "tolerance is 0, expected above 0" in message(rewards.find, "palette", {"colours": ["#000000"],
                                                                                   "tolerance": 0})
