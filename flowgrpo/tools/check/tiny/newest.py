@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
+import torch
 import transformers
 
 from flowgrpo.tools.check.tiny.parts import (
@@ -22,6 +23,7 @@ from flowgrpo.tools.check.tiny.parts import (
     lively,
     qwen3_vl,
     qwen_processor,
+    qwen_vae,
     qwen_vl,
     shifted_scheduler,
     tokenizer,
@@ -105,6 +107,23 @@ def ideogram4() -> Made:
         tokenizer=tokens, transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)),
         unconditional_transformer=lively(diffusers.Ideogram4Transformer2DModel(**sizes)))
     return pipe, {"height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}
+
+
+@factory(FACTORIES, "NucleusMoEImagePipeline")
+def nucleus() -> Made:
+    """Nucleus-Image: experts choose their tokens, in all blocks but the first; encoded by the eighth last layer."""
+    processor = vision_processor()
+    denoiser = diffusers.NucleusMoEImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        num_key_value_heads=1, joint_attention_dim=16, axes_dims_rope=(4, 6, 6), mlp_ratio=6.0,
+        dense_moe_strategy="leave_first_block_dense", num_experts=2, moe_intermediate_dim=16, capacity_factors=1.0)
+    experts = denoiser.transformer_blocks[1].img_mlp.experts
+    for parameter in experts.parameters():  # diffusers leaves them as memory had them
+        torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    pipe: Pipeline = diffusers.NucleusMoEImagePipeline(
+        transformer=lively(denoiser), scheduler=dynamic_scheduler(), vae=qwen_vae(),
+        text_encoder=qwen3_vl(processor.tokenizer, layers=9), processor=processor)
+    return pipe, {"height": 16, "width": 16}
 
 
 @factory(FACTORIES, "PRXPipeline")
