@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 
 from flowgrpo.tools.check.tiny import controlled, images, newest, shrunk, unets, videos
 from flowgrpo.tools.check.tiny.parts import (
@@ -79,6 +80,14 @@ def _flux3(parts: Parts, distilled: bool = False) -> Parts:
             "text_encoder": qwen3_vl(processor.tokenizer, layers=33), "scheduler": shifted_scheduler()}
 
 
+def _siglip(parts: Parts) -> Parts:
+    """An encoder of images of 16 x 16, as wide as the embeddings that HunyuanVideo 1.5 reads."""
+    config = transformers.SiglipVisionConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+                                             num_attention_heads=2, image_size=16, patch_size=8)
+    return {"image_encoder": transformers.SiglipVisionModel(config),
+            "feature_extractor": transformers.SiglipImageProcessor(size={"height": 16, "width": 16})}
+
+
 SMALL = {"height": 16, "width": 16, "max_sequence_length": TOKENS}
 PICTURE = {"image": image(), "strength": 0.9}
 # A class, without its "Pipeline"; the one whose parts it has, further parts, further arguments of its call.
@@ -118,6 +127,9 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "ChromaImg2Img": ("Chroma", None, PICTURE),
     "Flux2KleinKV": ("Flux2Klein",),
     "FluxImg2Img": ("Flux", None, PICTURE),
+    "HunyuanVideo15ImageToVideo": ("HunyuanVideo15", _siglip, {"image": video_image()}),
+    "IFImg2Img": ("IF", None, PICTURE),
+    "Kandinsky3Img2Img": ("Kandinsky3", None, PICTURE),
     "KolorsImg2Img": ("Kolors", None, PICTURE),
     "KolorsPAG": ("Kolors",),
     "LatentConsistencyModelImg2Img": ("LatentConsistencyModel", None, PICTURE),
@@ -131,6 +143,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "StableDiffusion3PAGImg2Img": ("StableDiffusion3", None, PICTURE),
     "StableDiffusionPAGImg2Img": ("StableDiffusion", None, PICTURE),
     "StableDiffusionXLImg2Img": ("StableDiffusionXL", None, PICTURE),
+    "StableDiffusionXLInstructPix2Pix": ("StableDiffusionXL", controlled.changed(unet={"in_channels": 8}), {
+        "image": image()}),
     "StableDiffusionXLPAGImg2Img": ("StableDiffusionXL", None, PICTURE),
     "ZImageImg2Img": ("ZImage", None, PICTURE),
     "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": [video_image(16 * i) for i in range(5)]}),

@@ -135,6 +135,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "AnimateDiffSDXL": ("StableDiffusionXL", _motion, {"num_frames": 4}),
     "HeliosModular": ("Helios", None, {"history_sizes": [2, 1, 1]}),
     "MotifVideo": ("Wan", denoiser("MotifVideoTransformer3DModel", _motif, in_channels=9)),
+    "MotifVideoImage2Video": ("MotifVideo", lambda parts: {
+        "transformer": shrunk("MotifVideoTransformer3DModel", in_channels=9, image_embed_dim=WIDTH),
+        "feature_extractor": transformers.SiglipImageProcessor(size={"height": 28, "width": 28})},
+        {"image": video_image()}),
     "EasyAnimate": ("Wan", denoiser("EasyAnimateTransformer3DModel", _easy, in_channels=4, out_channels=4,
                                     patch_size=2), CLIP),
     "DreamLite": ("", denoiser("DreamLiteUNetModel", _dream, "unet", block_out_channels=(8, 8), norm_num_groups=2,
