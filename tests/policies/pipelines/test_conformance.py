@@ -62,7 +62,8 @@ UNGUIDED = {"Flux3DistilledModularPipeline"}
 AROUND = {4: ([16, 20], [28, 32]), 8: ([16, 24], [24, 32]), 16: ([16, 32], [16, 32]), 32: ([32], [32]),
           128: ([128, 256], [256, 384]), "wide": ([224, 256], [256, 288]), "up": ([20], [32]), "area": ([12], [20])}
 SIZED = {4: "AuraFlow Bria Chroma ErnieImage Flux2Klein Flux2 FluxControlNet FluxFill FluxInpaint Flux HunyuanVideo15 "
-            "Ideogram4 LongCatImage OvisImage PRX QwenImageInpaint QwenImage StableDiffusion3 WanVACE ZImage NucleusMoEImage",
+            "Ideogram4 LongCatImage NucleusMoEImage OvisImage PRX QwenImageInpaint QwenImage StableDiffusion3 WanVACE "
+            "ZImage",
          8: "Allegro AnimateDiff CogVideoXImageToVideo CogVideoX CogVideoXVideoToVideo CogView3Plus Kolors "
             "LatentConsistencyModel Latte Mochi PixArtAlpha PixArtSigma StableDiffusion3ControlNet "
             "StableDiffusionPAG StableDiffusion StableDiffusionXLPAG StableDiffusionXL",
