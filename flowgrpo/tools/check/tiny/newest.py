@@ -113,12 +113,12 @@ def ideogram4() -> Made:
 def nucleus() -> Made:
     """Nucleus-Image: experts choose their tokens, in all blocks but the first; encoded by the eighth last layer."""
     processor = vision_processor()
-    denoiser = diffusers.NucleusMoEImageTransformer2DModel(
+    denoiser: Any = diffusers.NucleusMoEImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
         num_key_value_heads=1, joint_attention_dim=16, axes_dims_rope=(4, 6, 6), mlp_ratio=6.0,
         dense_moe_strategy="leave_first_block_dense", num_experts=2, moe_intermediate_dim=16, capacity_factors=1.0)
-    blocks: Any = denoiser.transformer_blocks
-    for parameter in blocks[1].img_mlp.experts.parameters():  # diffusers leaves them as memory had them
+    # diffusers leaves experts as memory had them.
+    for parameter in denoiser.transformer_blocks[1].img_mlp.experts.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     pipe: Pipeline = diffusers.NucleusMoEImagePipeline(
         transformer=lively(denoiser), scheduler=dynamic_scheduler(), vae=qwen_vae(),
