@@ -224,10 +224,10 @@ class HeldOutAnswers(Extension):
     """Answers about held-out images, with the images shown and hidden, and the imbalance of both tasks.
 
     In the starter's world the images are rendered scenes of the held-out prompts, with balanced questions; elsewhere
-    those shown held-out images of the run that the first trained reward finds right. Hidden images are grey; in the
-    starter's world its empty ground, since a grey image is of another world. The imbalance is the difference of the
-    images' first reward and the answers' share. The formula is ours: UniRL (2505.23380) names a metric of imbalance,
-    and no source has it.
+    those shown held-out images of the run that the checker finds right, and without a checker the first reward. Hidden
+    images are grey; in the starter's world its empty ground, since a grey image is of another world. The imbalance is
+    the difference of this reward of the images and the answers' share. The formula is ours: UniRL (2505.23380) names a
+    metric of imbalance, and no source has it.
 
     A model whose own answers are a reward learns to please itself. With another reward, the checker, the run shows how
     often both agree: on each epoch's samples where the checker is trained on or has the weight 0, and on held-out
@@ -313,13 +313,16 @@ class HeldOutAnswers(Extension):
         if not measured.prompts:  # eval.prompts: 0
             return {}
         samples = self.trainer.config.eval.samples
+        # What the model's own answers call right, its answers are right about: the checker says what is.
+        pair = self._compared(measured.scores)
+        judge = pair[1] if pair else next(iter(measured.scores))
         if self.part.reader == "scene":  # a rendered scene [3,64,64] of each held-out prompt, `ASKED` times
             rng, prompts = np.random.default_rng(0), measured.prompts[::samples] * ASKED
             drawn = [lattice.paint(lattice.place(scenes.parse(prompt.text), rng)) for prompt in prompts]
             pictures = torch.from_numpy(np.stack(drawn))
-        else:  # the shown held-out images that the first reward finds right
+        else:  # the shown held-out images that are right
             of = [samples * place for place in evenly(len(measured.prompts) // samples, len(measured.images))]
-            score = next(iter(measured.scores.values()))
+            score = measured.scores[judge]
             right = [place for place, row in enumerate(of) if score[row] >= self.part.source.right]
             prompts = [measured.prompts[of[place]] for place in right]
             pictures = torch.as_tensor(measured.images)[right]
@@ -331,5 +334,5 @@ class HeldOutAnswers(Extension):
         hidden = torch.full_like(pictures, lattice.GROUND if self.part.reader == "scene" else GREY)
         shares = [float(np.mean(check_answers(reader, asked, images))) for images in (pictures, hidden)]
         self.trainer.policy.evaluations = before
-        first = next(iter(measured.mean().values()))
-        return {"answers/right": shares[0], "answers/hidden": shares[1], "answers/imbalance": abs(first - shares[0])}
+        return {"answers/right": shares[0], "answers/hidden": shares[1],
+                "answers/imbalance": abs(measured.mean()[judge] - shares[0])}

@@ -257,6 +257,10 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch
     assert before == after and before.keys() == {"answers/right", "answers/hidden", "answers/imbalance"}
     assert before["answers/imbalance"] == pytest.approx(abs(1 / 3 - before["answers/right"]))
     assert watch.summary().startswith(f"held-out answers: right {before['answers/right']:.3f}, hidden ")
+    # The model's own judgement says nothing of its answers: the checker chooses the images.
+    judged = watch.on_measured(Measured(ASKED, {"self_answers": [1.0, 0.5, 1.0], "bright": [-1.0, 1.0, 1.0]}, pictures))
+    assert asked_about.pop() == ["2+1=", "3+1="]
+    assert judged["answers/imbalance"] == pytest.approx(abs(1 / 3 - judged["answers/right"]))
     watch.found = [watch.on_measured(Measured([], {}, torch.empty(0)))]  # eval.prompts: 0
     assert watch.found == [{}] and watch.summary() is None
     watch.part = SelfAnswers(reader="scene")
