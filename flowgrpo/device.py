@@ -74,11 +74,8 @@ def arithmetic(device: str | torch.device) -> Arithmetic:
 
 @functools.cache
 def bf16_speed() -> float:
-    """Time products of one shape in bf16 and fp32 in turn, on one core, in about SECONDS; return the speed ratio.
-
-    The ratio is of the best times, above 1 if bf16 is faster. The clock is the thread's own: other programs on
-    the core do not count. Limits such as ONEDNN_MAX_CPU_ISA apply.
-    """
+    """Speed of bf16 over fp32: the ratio of the best times of products of one shape, in turn, on one core, in about
+    SECONDS. The clock is the thread's own: other programs do not count. Limits such as ONEDNN_MAX_CPU_ISA apply."""
     rows, inputs, outputs = SHAPE
     best = {torch.float32: math.inf, torch.bfloat16: math.inf}
     threads, begun = torch.get_num_threads(), CLOCK()
@@ -110,8 +107,7 @@ def _mps_multiplies(dtype: torch.dtype) -> bool:
 
 
 def pick_device(name: str) -> str:
-    """Device for a name; `auto` takes CUDA, then MPS if it works, then the CPU. Raises UserError if the requested one
-    is missing."""
+    """Device for a name; `auto` takes CUDA, then MPS if it works, then the CPU. Raises UserError for a missing one."""
     probes = {"cuda": torch.cuda.is_available, "mps": lambda: _mps_multiplies(torch.float32), "cpu": lambda: True}
     if name == AUTO:
         return next(device for device, works in probes.items() if works())
@@ -180,11 +176,8 @@ def drawing(recorded: str, device: str | torch.device, requested: str | None = N
 @contextlib.contextmanager
 def matmul_precision(precision: str, device: str | torch.device) -> Iterator[None]:
     """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32; then
-    those of convolutions are not rounded either, as they are by torch's default.
-
-    These are products of reward models above all. torch has one setting for all threads, and a reward is computed while
-    the next samples are drawn: it must not change in between.
-    """
+    those of convolutions are not rounded either, as they are by torch's default. These are products of reward models
+    above all, which another thread computes while samples are drawn, and torch has one setting for all threads."""
     if torch.device(device).type != "cuda":
         yield
         return

@@ -240,8 +240,7 @@ class Completions:
 
     @property
     def not_sampled(self) -> Tensor:
-        """True where a completion was not drawn, bool [m] on the CPU: an answer of its prompt, or most likely tokens.
-        """
+        """True where a completion was not drawn, bool [m] on the CPU: its prompt's answer, or most likely tokens."""
         rows = torch.zeros(len(self.ids), dtype=torch.bool)
         for of in (self.expert, self.greedy):
             rows = rows if of is None else rows | of.cpu()

@@ -104,8 +104,7 @@ class Conditional(AdvantageRule):
 
     metric: "logp", the mean old log-probability of a sample's decisions; of texts also "length", the number of tokens,
     and "entropy", the mean entropy of their distributions, by one more replay per epoch. upper: factor on the rewards
-    of the upper half where halves are compared, alpha of its equation 8; below 1 longer texts earn less with "length".
-    Its code has this factor on the lower half for "entropy"; here it is on the upper half of every metric.
+    of the upper half where halves are compared, alpha of equation 8; its code has it on the lower one for "entropy".
     """
 
     mu: Annotated[float, AtLeast(0, to=1, words="0 (own half) to 1 (other half)")] = 0.5
@@ -131,8 +130,8 @@ class Conditional(AdvantageRule):
 class ShiftedMean(AdvantageRule):
     """Reward less its group's mean and a constant `shift` (AsymRE; its code takes -0.1, analysed in 2509.24203).
 
-    Below 0, good samples count more than bad ones: their advantages are larger by -shift, those of a group that agrees
-    are -shift, and every sample is imitated a little. Above 0 bad samples count more.
+    Below 0, good samples count more than bad ones, and those of a group that agrees are imitated, by -shift. Above 0
+    bad samples count more.
     """
 
     shift: Annotated[float, Above(-math.inf, below=math.inf)] = -0.1
@@ -144,12 +143,10 @@ class ShiftedMean(AdvantageRule):
 
 
 def virtual_best(rewards: Tensor, best: float) -> Tensor:
-    """Rewards [P, G] less the mean, over the deviation (ddof 0), of their group and one more sample of reward
-    `best`: [P, G].
+    """Rewards [P, G] less the mean, over the deviation, of their group and one more sample of reward `best`: [P, G].
 
-    A group that is all wrong is pushed away, by -1/sqrt(G); one that is all best stays at 0 (NGRPO, 2509.18851, its
-    advantage calibration; its asymmetric clip is `Clip(low, high)`). The paper's deviation, -1/sqrt(G), is the
-    population's; its code takes ddof 1, -0.333 in place of -0.354 for eight wrong samples.
+    A group that is all wrong gets -1/sqrt(G), one that is all best 0 (NGRPO, 2509.18851; its asymmetric clip is
+    `Clip(low, high)`). The deviation has ddof 0, as in the paper; its code has 1, -0.333 for -0.354 of eight samples.
     Raises ValueError for a reward above `best`.
     """
     if (rewards > best + RELATIVE_NOISE * abs(best)).any():
@@ -164,11 +161,10 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
 def conditional(rewards: Tensor, metric: Tensor, mu: float, factor: float = 1.0) -> Tensor:
     """mu * (f - mean f of the other half) + (1 - mu) * (r - mean r of the own half), [P, G].
 
-    f is `factor` * r in the upper half of the `metric` [P, G], and r in the lower one. A group is halved at the median
-    of the metric, ties by position; the middle sample of an odd group goes to the upper half. Neither half is assumed
-    to be better (CANON, 2509.23962, equations 5 and 8; no division by a deviation, as in its code). With factor 1,
-    mu 1/2 and halves of one size it is r less the group's mean. A half without rewards has the group's mean. A group
-    that agrees has advantage 0 at factor 1 alone.
+    f is `factor` * r in the upper half of the `metric` [P, G], and r in the lower one (CANON, 2509.23962, equations 5
+    and 8; no division by a deviation, as in its code). A group is halved at the median, ties by position; the middle
+    sample of an odd group goes to the upper half. A half without rewards has the group's mean. A group that agrees has
+    advantage 0 at factor 1 alone.
     """
     upper = metric.argsort(dim=1, stable=True).argsort(dim=1) >= metric.shape[1] // 2
     compared = torch.where(upper, factor * rewards, rewards)
@@ -191,9 +187,8 @@ class Paired(AdvantageRule):
     """Reward of an edit less its base's: groups are (base, its edit), (base, its edit), ...; the differences are
     standardised over the whole batch.
 
-    They are taken less their mean and over their deviation. A base has advantage 0: its reward is the baseline. So
-    differences between bases do not reach the edits. A pair with a missing reward has advantage 0.
-    Raises ValueError for a group of an odd number.
+    A base has advantage 0, so that differences between bases do not reach the edits, and so has a pair with a missing
+    reward. Raises ValueError for a group of an odd number.
     """
 
     clamp: Clamp = 5.0
@@ -213,8 +208,7 @@ class Correctness(AdvantageRule):
     """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group, for losses that need
     both (NFT for text, 2505.18116; DisCO, 2505.12366).
 
-    Right is a reward above the group's mean by more than rounding: of rewards 0 and 1 those with 1. A group that agrees
-    has advantage 0.
+    Right is a reward above the group's mean by more than rounding. A group that agrees has advantage 0.
     """
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
@@ -254,10 +248,9 @@ class Decoupled(AdvantageRule):
     (DRPO): (1 - p) n w for a right sample, w = softmax(auxiliary / temperature) over the group's n right ones, and -p
     for a wrong one.
 
-    So a long but right sample is never pushed down, and no wrong one depends on the others' lengths. Right is a first
-    reward of at least `right`. The auxiliary is the weighted sum of the other rewards; with one reward it is the length
-    of a completion, -length / the longest possible. A group that agrees has advantage 0. An infinite temperature is
-    `Correctness`. DRPO's weights, for its discriminative objective: `surrogate: {type: Discriminative}`.
+    So a long but right sample is never pushed down. Right is a first reward of at least `right`. The auxiliary is the
+    weighted sum of the other rewards; with one reward -length / the longest possible one of a completion. A group that
+    agrees has advantage 0. DRPO's objective is `surrogate: {type: Discriminative}`.
     """
 
     temperature: Annotated[float, Above(0, words="above 0 (infinity for Correctness)")] = 0.5

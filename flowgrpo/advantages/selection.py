@@ -162,14 +162,12 @@ class DropZeroVariance:
 class PairedGroups:
     """Keep as many hard groups as easy ones, in pairs (the bidirectional pairing of "Beyond Variance").
 
-    A group is hard if fewer of its samples have a score above 0 than below, easy if fewer have one below: with
-    advantages these are the rare successes and the rare failures. Hard groups are ranked from the fewest successes on,
-    easy ones from the fewest failures on, ties by position, and the longer list is cut. Groups that agree, and those of
-    halves, are in no pair and left out. If there are no pairs, all groups with variance are kept.
+    A group is hard if fewer of its samples have a score above 0 than below, easy if fewer have one below. Hard groups
+    are ranked from the fewest successes on, easy ones from the fewest failures on, ties by position, and the longer
+    list is cut. All others are left out; if there are no pairs, all groups with variance are kept.
 
-    Rare events count most with an advantage that divides by the deviation: of 8 samples +2.65 for a single success and
-    -2.65 for a single failure (ddof 0). In the paper the pairs are drawn as prompts; here they are chosen of what an
-    epoch drew.
+    Rare events count most with an advantage that divides by the deviation. In the paper the pairs are drawn as prompts;
+    here they are chosen of what an epoch drew.
     """
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
@@ -188,11 +186,8 @@ class PairedGroups:
 
 
 def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor, splits: Sequence[int]) -> Tensor:
-    """Trained inner nodes of one depth: bool [P, N].
-
-    A selection with `nodes` decides by their scores [P, N]; otherwise nodes with a kept leaf below are trained, leaves
-    bool [P, G]. splits: children per state of the tree's splits, in order.
-    """
+    """Trained inner nodes of one depth, bool [P, N]: those that a selection with `nodes` keeps by their scores [P, N],
+    else those with a kept leaf below. leaves: bool [P, G]; splits: as of `siblings`."""
     if hasattr(part, "nodes"):
         return part.nodes(scores, siblings(scores.shape[1], leaves.shape[1], splits))
     return leaves.unflatten(1, (scores.shape[1], -1)).any(dim=2)
@@ -224,10 +219,8 @@ def widest(scores: Tensor, n: int) -> Tensor:
 
 
 def _siblings(scores: Tensor, context: Context | None) -> Tensor:
-    """Leaf scores [P, G] by the state that they leave at the last split: [P, n, siblings].
-
-    Without a listed split the samples of a group are siblings.
-    """
+    """Leaf scores [P, G] by the state that they leave at the last split, all of a group without one:
+    [P, n, siblings]."""
     last = context.groups.splits[-1] if context and context.groups.splits else scores.shape[1]
     return scores.unflatten(1, (-1, last))
 

@@ -125,8 +125,7 @@ class BradleyTerry(Shaping):
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
 
     r is the weighted sum of the rewards, which the label replaces: [P, G, 1]. The label is the share of the group's
-    other samples that a sample is above. More than two samples are drawn as one order by Plackett and Luce, which is
-    the same for any two of them. The draw depends on the epoch alone.
+    other samples that a sample is above, in one order by Plackett and Luce. The draw depends on the epoch alone.
     """
 
     scale: Annotated[float, Above(0, below=math.inf)] = 1.0
@@ -144,9 +143,8 @@ class BradleyTerry(Shaping):
 class Balanced(Shaping):
     """Bad samples dropped at random down to the number of good ones (the balance of 2509.24203).
 
-    Good is a weighted sum of at least `right`. A dropped sample has no reward any more (NaN): it is left out of the
-    group's statistics, which centre the rest anew, and its advantage is 0. A group without a good sample is unchanged.
-    The lot depends on the epoch alone.
+    Good is a weighted sum of at least `right`. A dropped sample has no reward any more (NaN). A group without a good
+    sample is unchanged. The lot depends on the epoch alone.
     """
 
     right: float = 0.5
@@ -168,8 +166,7 @@ class Compressed(Shaping):
 
     Above: threshold + high * log(1 + r - threshold). Below: threshold - (exp(low (threshold - r)) - 1) / (exp(low) -
     1), for rewards within 0 to 1. A perfect sample, such as an answer that joins the group (`decoding.expert`), then
-    stands out less from the better samples of the policy. The map, 0.8 and 0.01 are those of a public trainer, which
-    has 1 for `low`.
+    stands out less. The map, 0.8 and 0.01 are those of a public trainer, which has 1 for `low`.
     """
 
     threshold: float = 0.8
@@ -183,11 +180,10 @@ class Compressed(Shaping):
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
-    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its
-    group.
+    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its group
+    (2506.02355).
 
-    Among equal rewards the rarer sample earns more, which is the method's own signal, and a reward of 0 stays 0
-    (2506.02355). Ties of logp go by position.
+    Among equal rewards the rarer sample earns more, and a reward of 0 stays 0. Ties of logp go by position.
     Raises ValueError for a reward below 0, for which the factor would reverse the order.
     """
     (rewards,) = wide(rewards)
@@ -214,8 +210,8 @@ def win_rates(wins: Tensor) -> Tensor:
 def to_win_rates(rewards: Tensor, margin: float = 0.0) -> Tensor:
     """Pointwise rewards [P, G, R] as win rates of a pairwise judge of each group: [P, G, R].
 
-    A sample beats another if its reward is larger by more than `margin`, and ties within it. The size of gaps no longer
-    counts, so tiny gaps are not amplified by a tiny deviation. A sample without the reward, or alone with it, has NaN.
+    A sample beats another if its reward is larger by more than `margin`, and ties within it, so that no tiny deviation
+    amplifies tiny gaps. A sample without the reward, or alone with it, has NaN.
     """
     (rewards,) = wide(rewards)
     by_reward = rewards.transpose(1, 2)

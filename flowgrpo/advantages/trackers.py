@@ -20,10 +20,9 @@ from flowgrpo.types import Context, RunState
 
 def update_state(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
                  change: Callable[[list[float]], list[float]]) -> tuple[list[float], list[float]]:
-    """State of a key before this epoch, and with it.
+    """State of a key before this epoch, and with it. memory[part] holds the states, which begin as `start`.
 
-    memory[part] holds the states, which begin as `start`. The first call of an epoch changes them; later ones, for the
-    inner nodes of a tree or after a resume, return the same.
+    The first call of an epoch changes them; later ones, of a tree's inner nodes or after a resume, return the same.
     """
     states = memory.setdefault(part, {})
     entry = states.get(key, {"epoch": None, "after": start})
@@ -78,10 +77,10 @@ class ValueTracker(Tracked):
     and the present samples added. Rewards, weighted and summed, lie within 0 to 1: v is the mean of a Beta
     distribution. A prompt starts with `evidence` samples' worth of rate `prior`; SPO's 8 is 1 / (1 - 0.875).
 
-    keep = 2^(-KL / half) within `least` to `most`, with the KL between the policies of two visits of the prompt. It is
-    the sum of the KLs of the epochs between (memory["drift"]), each the mean over an epoch's decisions of r - 1 - log r
-    after its updates, by one more replay: per token, or per latent value of a step. Methods without log-probabilities
-    of recorded decisions measure none, and keep is `most`. The sum, and half 0.06, are ours.
+    keep = 2^(-KL / half) within `least` to `most`, with the KL between the policies of two visits of the prompt: the
+    sum over the epochs between (memory["drift"]) of the mean of r - 1 - log r over an epoch's decisions after its
+    updates, by one more replay. Methods without log-probabilities of recorded decisions measure none, and keep is
+    `most`. The sum, and half 0.06, are ours.
 
     It needs no other sample of the group: `train.group` may be 1. With several samples per prompt, keep acts once per
     visit. After the first epoch, prompts are drawn by `prompt_weights`: most often those at a rate of 1/2.
@@ -117,10 +116,7 @@ class ValueTracker(Tracked):
         return group.whiten(advantages, applies)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
-        """Sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
-
-        A prompt that was never seen has the rate `prior`.
-        """
+        """Sampling weights sqrt(v (1 - v)) + floor of prompts, with v `prior` before the first visit: float64 [n]."""
         tracked = memory.get("ValueTracker", {})
         rates = [mean_of(tracked[prompt]["after"]) if prompt in tracked else self.prior for prompt in prompts]
         v = torch.tensor(rates, dtype=torch.float64)
@@ -136,8 +132,7 @@ class SmoothStandardised(Tracked):
     prompt and i the number of its visits, this one included: the smaller in absolute value of ((i - 1) N + T) / i and
     (N + (i - 1) T) / i. A group that agrees has N = 0, and learns where its prompt's history differs. Deviations have
     ddof 1 and eps 1e-8; N or T is 0 where its deviation is rounding. That of T is of all rewards, where the released
-    code pools the deviations of the visits: equal at the first one, some percent apart later.
-    memory["SmoothStandardised"] holds visits, number, sum and sum of squares of every prompt's rewards.
+    code pools the deviations of the visits, which is some percent apart.
     """
 
     clamp: group.Clamp = 5.0
@@ -165,8 +160,7 @@ class PriorBlend(Tracked):
     squared error (V0.5).
 
     b = w V + (1 - w) mean, w = s / (s + bias^2). s is the variance of the mean of the group's n rewards under a success
-    rate V, V (1 - V) / n, and bias^2 the squared difference of mean and V. So a prior that the samples contradict by
-    more than their noise loses its weight, and one that they confirm has all of it.
+    rate V, V (1 - V) / n, and bias^2 the squared difference of mean and V.
 
     V is the mean of the last rewards of the prompt: every visit multiplies the evidence by `keep`. It starts with
     `evidence` samples' worth of `prior`. Rewards lie within 0 to 1. In the paper V is a generalist value model;

@@ -132,8 +132,7 @@ def _print(lines: Sequence[object]) -> None:
 
 def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, output: Path,
                      of_files: dict[str, object]) -> None:
-    """Raise UserError for options of `sample` that do not go together. of_files: options that --prompts alone reads, by
-    name."""
+    """Raise UserError for options of `sample` that do not go together. of_files: those that --prompts alone reads."""
     if bool(prompt) == (prompts is not None):
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:

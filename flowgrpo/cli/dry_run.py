@@ -75,8 +75,7 @@ def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, A
 
 
 def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, float] | None:
-    """Seconds per click and the peak of a session of `flowgrpo taste` on the recipe's model; None where it is not one
-    of few steps."""
+    """Seconds per click and peak of `flowgrpo taste` on the recipe's model; None for one of many steps."""
     from flowgrpo.contrib.taste import session
     from flowgrpo.policies.pipelines import few_steps
     from flowgrpo.tools.dry_run import estimate, fit

@@ -86,8 +86,7 @@ def rules_of(text: str) -> dict[str, RewardRule]:
 
 
 def _sample(source: str, prompts: str, output: Path, rules: dict[str, RewardRule], options: dict[str, Any]) -> Path:
-    """Draw samples of prompts into the folder STEM-samples beside `output`, and return it; those that it has are
-    kept."""
+    """Draw the samples that are missing into the folder STEM-samples beside `output`, and return it."""
     from flowgrpo import rewards
     from flowgrpo.data import sets
     from flowgrpo.data.prompts import to_jsonl

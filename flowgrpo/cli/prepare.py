@@ -117,8 +117,7 @@ def size(model: str) -> float | None:
 
 
 def install(extras: Sequence[str]) -> None:
-    """Install the packages of extras, at the versions of constraints.txt where this is a clone. Raises UserError if pip
-    fails."""
+    """Install extras, in a clone at the versions of constraints.txt. Raises UserError if pip fails."""
     if not extras:
         return
     packages = requirements(extras)

@@ -29,8 +29,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` where a number is expected, which would count as 1; also one level below, in lists and
-        dictionaries."""
+        """Refuse `true`, which would count as 1, where a number is expected or numbers are listed."""
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         if any(isinstance(each, bool) for each in inner):
             kinds = set(types(cls.model_fields[str(info.field_name)].annotation))

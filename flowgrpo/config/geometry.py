@@ -101,8 +101,7 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
 
 
 def teams(members: int, processes: int) -> int:
-    """Number of teams of `members` processes that share the tokens of their rows. Raises UserError if they do not
-    divide the processes."""
+    """Number of teams of `members` processes that share their rows' tokens. Raises UserError for a remainder."""
     if processes % members:
         fits = [count for count in range(1, processes + 1) if processes % count == 0]
         raise UserError(f"memory.context_parallel is {members}, which does not divide the {processes} processes: use "

@@ -128,8 +128,7 @@ class Config(Section):
 
     @property
     def extra_rewards(self) -> dict[str, WatchRule]:
-        """Rules of the additional measured rewards; a reward that is also trained on and given by name alone keeps its
-        rule."""
+        """Rules of the additional measured rewards; given by name alone, a trained reward keeps its rule."""
         given, rules = self.eval.rewards, self._rules
         further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in rules}
         return rules | further if self._has_labels else further

@@ -343,6 +343,7 @@ class Guard(Section):
     unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, "
                                                "before the run ends; 0: no limit")
 
+
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 

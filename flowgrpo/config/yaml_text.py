@@ -113,8 +113,7 @@ def parse(text: str) -> Any:
 
 
 def read(path: Path) -> Any:
-    """Value of a YAML file. Raises UserError for a file that is not regular, larger than LARGEST, not UTF-8 or not
-    YAML."""
+    """Value of a YAML file. Raises UserError for one that is not regular, larger than LARGEST, or not YAML."""
     if why := unfit(path):
         raise UserError(f"{path} {why}")
     require_size(path, LARGEST, str(path))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class CriticalTokens:
     """Group with a share sampled anew from others' uncertain tokens (CURE, stage 1).
 
-    A regrown completion keeps the tokens before its place and draws the rest. The place is one of the `top` tokens with
-    the largest entropy of their distribution, chosen by lot. Both trajectories are in the group and are trained. In
-    CURE's second stage draws are independent again: continue the run with `draws: {type: Independent}`.
+    A regrown completion keeps the tokens before its place, one of the `top` tokens with the largest entropy, by lot,
+    and draws the rest. Both trajectories are trained. In CURE's second stage draws are independent again: continue the
+    run with `draws: {type: Independent}`.
 
     share: of a group's samples, those that are regrown, from the other ones in turn.
     top: number of candidate places; 1 is the most uncertain.
@@ -56,7 +56,7 @@ class CriticalTokens:
         return [reorder(concatenate(pieces), torch.cat([rows, new]).argsort())]
 
     def places(self, uncertain: Tensor, mask: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Place of each completion, int64 [b], among its `top` largest values of `uncertain` [b,L]."""
+        """Place of each completion, int64 [b], among its `top` largest of `uncertain` [b,L]."""
         ranked = uncertain.masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
         tops = mask.sum(1).clamp(1, self.top).tolist()
         lots = [int(torch.randint(top, (), generator=generator)) for top, generator in zip(tops, generators)]

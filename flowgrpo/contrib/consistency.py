@@ -34,8 +34,8 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
 
 
 class ConsistentStudent(FewStepStudent):
-    """samples: final samples [n, *D] of the epoch with their prompts [n]. average: of the student's weights, by name;
-    averaged: in how many steps."""
+    """samples: final samples [n, *D] of the epoch with their prompts [n]. average: of the student's weights over
+    `averaged` steps."""
 
     name = "consistency"
     part: ConsistencyDistillation

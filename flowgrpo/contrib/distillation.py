@@ -1,11 +1,9 @@
 """Distillation beside a method: a student of few steps is held to the distribution of its base (`parts.distil`).
 
-The fake score is a second set of values of the student's LoRA, with an optimizer of its own, which is put in place for
-its forwards.
-
-Each optimizer step has this order. The fake score learns the samples that the epoch drew, by the denoising loss, and so
-does the surrogate of `RewardedMatching`, by their advantages. Then the student predicts data at states of its own
-rollout, and the difference of both scores there is added to its gradient.
+The fake score is a second set of values of the student's LoRA, with an optimizer of its own. In each optimizer step it
+learns the samples that the epoch drew, by the denoising loss, and so does the surrogate of `RewardedMatching`, by their
+advantages. Then the student predicts data at states of its own rollout, and the difference of both scores there is
+added to its gradient.
 """
 
 from __future__ import annotations

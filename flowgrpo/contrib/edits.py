@@ -81,11 +81,10 @@ class Preservation:
     pipelines do, or else scaled to fill it and cut at the sides that stand over. None for a prompt without a source,
     and for one whose mask leaves nothing to compare.
 
-    fit: `squeeze` or `crop` for all sources, whatever the pipeline did.
-
-    key: metadata key of the source's path; a prompt's `image` is under `image`. mask: metadata key of the path of a
-    image, white (above half) where the edit may change things; prompts without one are compared everywhere.
+    key: metadata key of the source's path; a prompt's `image` is under `image`. mask: of the path of an image, white
+    (above half) where the edit may change things; prompts without one are compared everywhere.
     measure: `ssim`, or `distance` for 1 - the root mean square difference of the colours, 0 to 1.
+    fit: `squeeze` or `crop` for all sources, whatever the pipeline did.
     Raises UserError for an unreadable file, and for outputs too small for the window.
     """
 

@@ -44,10 +44,10 @@ def growth(c: Tensor, horizon: int) -> float:
 
 
 class Extrapolation(Extension):
-    """Path of a `train.Trainer`'s weights since the last jump: `path`, one snapshot per epoch.
+    """Weights of a run since the last jump: `path`, one snapshot per epoch.
 
-    reward: the mean weighted reward of the present epoch; before: that of the epoch before a jump. held: the weights
-    before a jump whose next epoch is not trained yet.
+    reward: the mean weighted reward of the present epoch; before: of the epoch before a jump. held: the weights before
+    a jump whose next epoch is not trained yet.
     """
 
     name = "trajectory"
@@ -70,8 +70,7 @@ class Extrapolation(Extension):
         self.reward = epoch.groups.totals.nanmean().item()
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """End an epoch whose updates are done: jump, or judge the jump before it. Return its metric: 1 for a jump, -1
-        for one that is taken back."""
+        """Jump, or judge the jump before the epoch. The metric is 1 for a jump, -1 for one that is taken back."""
         run, weights = self.trainer, self.trainer.policy.weights
         if self.held:
             worse = not self.reward >= self.before

@@ -58,7 +58,7 @@ class FeatureCache:
 
     @contextlib.contextmanager
     def measuring(self, task: Segment) -> Iterator[None]:
-        """Context manager: the denoisers skip nothing; a whole grid's `ratios` are measured, of `mag`."""
+        """Context manager: the denoisers skip nothing; the `ratios` of `mag` are measured on a whole grid."""
         from diffusers import MagCacheConfig
 
         steps = len(task.steps)
@@ -72,7 +72,7 @@ class FeatureCache:
             self.ratios = next((state.calibration_ratios for state in states), [])  # of the first branch
 
     def config(self, steps: int, ratios: list[float], threshold: float | None = None) -> Any:
-        """Diffusers' configuration for a call of so many steps. threshold: in place of the recipe's."""
+        """Diffusers' configuration for a call of so many steps."""
         import diffusers
 
         own = self.settings

@@ -11,10 +11,9 @@ if two tests over the same held-out prompts and seeds agree:
 
 Both are paired one-sided t-tests at 5 %, the complement of `statistics.CONFIDENCE`, shared by the eval-only rewards
 (Bonferroni). A best value stays what later ones are compared with, so that a slow fall adds up. The level is shared by
-the measurements, too, where a fall is reported, and not where weights are chosen. A best of many lies above its own
-mean, so that some measurements without a fall are passed over; a later one is kept then. A fall that is not seen costs
-more: hacked weights. On simulated curves of Gao et al. the looser level keeps weights nearer to the peak, and on flat
-ones it costs 1 % of the trained reward.
+the measurements, too, where a fall is reported, and not where weights are chosen: a fall that is not seen costs hacked
+weights, one that is none a later measurement. On simulated curves of Gao et al. the looser level keeps weights nearer
+to the peak, and on flat ones it costs 1 % of the trained reward.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ Scores = dict[str, list[float]]  # mean of each held-out prompt by reward, NaN w
 class Frontier:
     """Measurements of a run, as far as the rule reads them.
 
-    weights: of the trained rewards, by name; all other rewards are eval-only.
-    base: scores of the base. best: highest scores so far of each eval-only reward. kept: scores of the kept weights,
-    empty before there are any. value: their trained reward. measurements: of the whole run.
+    weights: of the trained rewards; all others are eval-only. base: scores of the base. best: highest so far of each
+    eval-only reward. kept: of the kept weights, empty before there are any. value: their trained reward.
+    measurements: of the whole run.
     """
 
     weights: Mapping[str, float]
@@ -89,11 +88,8 @@ class Frontier:
 
 
 def change(weights: Mapping[str, float], before: Scores, now: Scores) -> np.ndarray:
-    """Change of the weighted sum of trained rewards of each prompt [N].
-
-    A reward that applies to a prompt in neither measurement changes nothing; NaN where it applies in one of them alone,
-    and where none applies.
-    """
+    """Change of the weighted sum of trained rewards of each prompt [N]; NaN where none applies, or one in one of both
+    measurements alone."""
     pairs = np.array([[before[name], now[name]] for name in weights], dtype=np.float64)  # [R, 2, N]
     absent = np.isnan(pairs).all(1)
     moved = np.where(absent, 0, pairs[:, 1] - pairs[:, 0])
@@ -113,8 +109,8 @@ SCORES = ("base", "best", "kept")  # of a `Frontier`
 class KeepFrontier(Extension):
     """Value of each evaluation on the way by which `training.best` keeps its weights.
 
-    rule: measurements so far. eval_only: names of the rewards that the rule guards. beyond: those of them that fell, by
-    the epochs whose trained reward is above that of the kept weights.
+    rule: measurements so far. eval_only: names of the rewards that it guards. beyond: those of them that fell, by the
+    epochs whose trained reward is above that of the kept weights.
     """
 
     name = NAME
@@ -157,7 +153,7 @@ class KeepFrontier(Extension):
                             "that chooses")
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
-        """Begin with the base's scores, unless a resumed run began with the same."""
+        """Begin with the base's scores, unless a resumed run has."""
         self.eval_only = _eval_only(functions, self.run.config.rewards)
         base = self._scores(measured)
         if repr(base) != repr(self.rule.base):

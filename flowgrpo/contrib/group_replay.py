@@ -27,9 +27,8 @@ class GroupReplay:
     ExGRPO, 2510.02245).
 
     A group whose advantages are all 0 is replaced by a recorded one, drawn in proportion to |A|^alpha, its mean
-    absolute advantage, while the buffer has any. A recorded group keeps its advantages and the log-probabilities of the
-    policy that drew it: the ratio of the loss corrects for the policy's change since then, within its clip. Groups
-    older than `age` epochs are dropped.
+    absolute advantage, while the buffer has any. A recorded group keeps its advantages and its log-probabilities, so
+    that the ratio corrects for the policy's change since then. Groups older than `age` epochs are dropped.
 
     certain: the odds have the further factor exp(certain * mean log-probability of a decision), which prefers groups of
         low entropy, as ExGRPO does.

@@ -72,10 +72,7 @@ def fell(best: Sequence[float], now: Sequence[float], level: float) -> bool:
 
 
 def fell_paired(best: Sequence[float], now: Sequence[float], level: float) -> bool:
-    """True if values of the same prompts and seeds are below the best ones, by the paired t-test.
-
-    Pairs with a NaN are left out.
-    """
+    """True if values of the same prompts and seeds are below the best ones, by the paired t-test without NaN."""
     apart = np.asarray(best, dtype=np.float64) - np.asarray(now, dtype=np.float64)
     apart = apart[~np.isnan(apart)]
     if len(apart) < 2:
@@ -253,7 +250,7 @@ class Guard(Extension):
         return {by: math.nan} if by and self._beyond(measured.looks) else {}
 
     def on_measured(self, measured: Measured) -> Metrics:
-        """Keep weights that are the best on held-out prompts, or go back if these fell or looks are beyond limits."""
+        """Keep the best weights, or go back if the held-out reward fell or looks are beyond limits."""
         if beyond := self._beyond(measured.looks):
             self._return_to_good(beyond)
         elif self.settings.window:

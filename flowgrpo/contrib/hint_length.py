@@ -36,8 +36,8 @@ class HintLength:
     keep: the number of pairs per prompt. decay: the factor on a pair's weight per epoch of age.
     text: the template that joins prompt and hint. learned: as of `Hints`.
     noise: shares of a prompt whose image a language model reads go on below 0, down to -1: at the share -s the
-        image has noise of the deviation s * noise, of values from 0 to 1. So prompts that are too hard get a hint,
-        and those that are too easy a perturbed input (DeepVideo-R1, 2506.07464, in a form of ours). 0: none.
+        image, of values from 0 to 1, has noise of the deviation s * noise, for prompts that are too easy (DeepVideo-R1,
+        2506.07464, in a form of ours). 0: none.
 
     Rewards are within 0 to 1, and the metadata holds the text under `solution`. The model's lower asymptote is left
     out, and its prior of one sample with the whole solution is ours.
@@ -109,8 +109,7 @@ class HintLength:
         return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, least), 1.0)
 
     def add_hint(self, prompt: Prompt, share: float) -> Prompt:
-        """Prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise on its
-        image."""
+        """Prompt with that share of its solution as a hint, if any; below 0 with noise on its image."""
         if share < 0:
             return replace(prompt, guided=Guidance(prompt.text, learned=self.learned, level=share,
                                                    noise=-share * self.noise))
@@ -122,10 +121,7 @@ class HintLength:
 
 
 def fit_logistic(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Slope, LEAST at least, and the offset of the logistic model of most likelihood.
-
-    pairs: (share, rate, weight); the prior WHOLE is added.
-    """
+    """Slope, LEAST at least, and offset of the likeliest model of pairs (share, rate, weight) and the prior WHOLE."""
     shares, rates, weights = np.array([*pairs, WHOLE]).T
     inputs, values = np.stack([shares, np.ones_like(shares)], 1), np.array([LEAST, 0.0])
     values = _newton(inputs, rates, weights, values)

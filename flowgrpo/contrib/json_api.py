@@ -153,10 +153,9 @@ LARGEST = 1e38  # absolute score, as of float32
 
 
 class Meter:
-    """Count of this process's requests, their cost and the rate at which they begin.
+    """Count of this process's requests.
 
-    cost: of one request, in any currency. budget: that all may cost together, None for no limit. rate: requests a
-    second, None for no limit. who: begins its lines.
+    cost: of one, in any currency. budget: of all; rate: requests a second; None for no limit. who: begins its lines.
     """
 
     def __init__(self, cost: float, budget: float | None, rate: float | None, who: str = WHO) -> None:
@@ -168,8 +167,8 @@ class Meter:
         return self.requests * self.cost
 
     def begin(self, now: float) -> float:
-        """Count a request; return the seconds after `now`, a time in seconds, at which it may begin.
-        Raises UserError if it would exceed the budget."""
+        """Count a request; return the seconds after the time `now` at which it may begin. Raises UserError if it would
+        exceed the budget."""
         with self._lock:
             if self.budget is not None and self.total_cost + self.cost > self.budget * (1 + 1e-9):
                 raise UserError(f"{WHO}: {quantity(self.requests, 'request')} of this process cost "
@@ -242,8 +241,7 @@ class Http:
 
     def __call__(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
-        """B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any
-        reward."""
+        """B scores, None where the API answers null, Failed where it rejects a sample."""
         def one(part: range) -> float | None | Failed:
             row = part.start
             try:
@@ -304,8 +302,7 @@ def _require(expected: str, **settings: tuple[object, bool]) -> None:
 
 
 def _public(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers as texts.
-    Raises UserError for one that may hold a secret."""
+    """Headers as texts. Raises UserError for one that may hold a secret."""
     for name in headers:
         if SECRET.search(name):
             raise UserError(f"{WHO}: the header {name!r} may hold a secret, and args are written into a run's files: "

@@ -208,7 +208,7 @@ ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torch
 
 
 def find_adapter(name: str) -> functools.partial[Adapted] | None:
-    """Adapter of PACKAGE:NAME, to be made; None for any other name."""
+    """Adapter of PACKAGE:NAME, to be made; None for other names."""
     origin, _, metric = name.partition(":")
     return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
 

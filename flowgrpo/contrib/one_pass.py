@@ -43,9 +43,7 @@ from flowgrpo.training.memory import Measured, plan_first_epoch
 
 class HeldOutputs:
     """Outputs of a part's trained steps, with their graphs: a `Replayer` that answers every state once, in order.
-
-    device: of the outputs. outputs: by step, those of each micro-batch, [b,*D] of b states.
-    """
+    outputs: by step, those of each micro-batch, [b,*D] of b states."""
 
     def __init__(self, device: torch.device, outputs: dict[int, list[Tensor]]):
         self.device = self.states = device
@@ -145,10 +143,8 @@ class HeldGrower(Grower[C]):
 
 
 class HeldSteps(RecordedSteps):
-    """Stochastic steps of a rollout, which the update scores by the graphs that the rollout kept.
-
-    A part is replayed as ever before its advantages are known, without gradients, and once its graphs are read.
-    """
+    """Stochastic steps of a rollout, which the update scores by the graphs that the rollout kept. A part is replayed as
+    ever before its advantages are known, without gradients, and once its graphs are read."""
 
     def sample(self, conditioning: Any, explorations: list[RolloutSpec], seed: Seed, judge: Judge) -> Iterator[Part]:
         """Yield whole groups with their graphs. Raises UserError where memory does not hold them."""
@@ -181,10 +177,8 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
 
 
 class OnePass(Extension):
-    """Rollouts that keep the graphs of their trained steps. holds: they do, which `auto` decides once.
-
-    states: of the present epoch, those whose graphs were kept.
-    """
+    """Rollouts that keep the graphs of their trained steps. holds: they do, which `auto` decides once. states: of the
+    present epoch, those whose graphs were kept."""
 
     needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.ONE_DRAW, capabilities.AS_LEARNED,
                        capabilities.ONE_POLICY, capabilities.OWN_SAMPLES, capabilities.ENCODED_ONCE,
@@ -231,10 +225,8 @@ class OnePass(Extension):
             rollouts.target = before
 
     def on_drawn(self, epoch: Epoch) -> None:
-        """Count what is held. In a run's first epoch one part is replayed for the first-ratio check.
-
-        The update reads the outputs of the rollout, whose ratio is 1, so that no old score is computed again.
-        """
+        """Count what is held; replay one part of a run's first epoch for the first-ratio check. The update reads the
+        outputs of the rollout, whose ratio is 1, so that no old score is computed again."""
         if not self.holds:
             return
         held = [part.held for part in epoch.parts if isinstance(part, HeldPart) and part.held is not None]
@@ -250,11 +242,8 @@ class OnePass(Extension):
 
 
 class OnePassDryRun(DryRun):
-    """Epochs without a replay, counted from those of a run that replays.
-
-    The forwards of the replays are left out of the update, since its graphs are those of the rollout. These are all
-    there from the rollout to the update.
-    """
+    """Epochs without a replay, counted from those of a run that replays: the update has no forwards, and the graphs of
+    the rollout are all there until it."""
 
     options = (("train.one_pass", True, False),)
     reported = ("train.one_pass",)

@@ -174,8 +174,8 @@ class Phases(Extension):
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
-        """Context manager: the trainer's epoch in its phase. Prompts, curriculum, lengths and frames are the recipe's
-        again behind it."""
+        """Context manager: the epoch in its phase. Prompts, curriculum, lengths and frames are the recipe's again
+        behind it."""
         trainer = self.trainer
         policy: Any = trainer.policy
         number = self.number_at(trainer.memory, trainer.epoch)

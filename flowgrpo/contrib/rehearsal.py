@@ -77,8 +77,7 @@ class RehearsedSamples(Extension):
                             "lower it, or leave it out")
 
     def on_backward(self, update: int) -> None:
-        """Add the gradient of one part's divergence, that of the update's turn: a mean over decisions, whatever the
-        loss."""
+        """Add the gradient of one part's divergence in turn: a mean over decisions, whatever the loss."""
         trainer, parts = self.trainer, self.parts or []
         part = parts[update % len(parts)] if parts else None
         [count] = self.processes.total([decisions([part] if part else [])])
@@ -104,8 +103,7 @@ class Rehearsal:
     generated once (DPH-RL, 2509.07430), [B, N].
 
     Every optimizer step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
-    train.prompts groups, drawn before the first update. Their log-probabilities are recorded with them, so no
-    reference model runs later.
+    train.prompts groups, drawn before the first update with their log-probabilities.
 
     divergence: "forward_kl": f = -log u, KL(base || policy). "js": f = u log u - (u + 1) log((u + 1) / 2), twice the
         Jensen-Shannon divergence. "alpha": f = (u^(1 - alpha) - (1 - alpha) u - alpha) / (alpha (alpha - 1)), between

@@ -106,10 +106,8 @@ class Difficulty(Reshaped):
 
 
 def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
-    """Weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P].
-
-    Raises ValueError for a mean outside 0 to 1, where a curve may not fall or not exist.
-    """
+    """Weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P]. Raises ValueError for a mean
+    outside 0 to 1, where a curve may not fall or not exist."""
     if curve != "none" and ((mean < -RELATIVE_NOISE) | (mean > 1 + RELATIVE_NOISE)).any():
         raise ValueError(f"Difficulty: mean rewards from {mean.min().item():g} to {mean.max().item():g}, expected "
                          "within 0 to 1: scale the weights, or shape the rewards first")
@@ -131,8 +129,7 @@ class Confidence(Reshaped):
     alone, so that of two equal successes the less likely counts more (VeriRL's weights by reward and probability, whose
     formula is not known to us); "both".
 
-    ACE's numerator is the present policy, here the one that drew the sample, which is the same at the first update. Of
-    an image the log-probability of a step is a mean over its values.
+    ACE's numerator is the present policy, here the one that drew the sample, which is the same at the first update.
     """
 
     advantage: AdvantageRule = STANDARDISED
@@ -189,11 +186,9 @@ class Consistency(Reshaped):
     """Advantages blended with those of whole groups, so that a group that agrees still learns: w A + (1 - w) g (COPO,
     2508.04138).
 
-    g is the group's mean reward, standardised over all groups of the epoch (`group.whiten`). w is the entropy of the
-    group's outcomes over its largest value: of right and wrong ones 1 where half are right, 0 where all agree. Outcomes
-    are equal rewards; their largest entropy is the logarithm of their number, so w is 1 for rewards that all differ.
-    COPO blends two losses, which is the same for a loss that is linear in the advantage; its weight is a function of
-    the same entropy, and this one is ours.
+    g is the group's mean reward, standardised over all groups of the epoch (`group.whiten`). w is `outcome_entropy`: of
+    right and wrong samples 1 where half are right, 0 where all agree; 1 for rewards that all differ. COPO blends two
+    losses, which is the same for a loss that is linear in the advantage; its weight is another function of the entropy.
     """
 
     advantage: AdvantageRule = STANDARDISED
@@ -206,10 +201,8 @@ class Consistency(Reshaped):
 
 
 def outcome_entropy(rewards: Tensor) -> Tensor:
-    """Entropy of the outcomes of each group of rewards [P, G], over the logarithm of their number: [P].
-
-    Outcomes are equal rewards; NaN is left out. 0 for a single outcome.
-    """
+    """Entropy of the outcomes, equal rewards, of each group of rewards [P, G], over the logarithm of their number: [P].
+    0 for a single outcome; NaN is left out."""
     entropies = []
     for group in rewards:
         counts = group[~group.isnan()].unique(return_counts=True)[1].to(rewards)

@@ -129,8 +129,7 @@ class HardPrompts(AdvantageRule):
 
     The paper's hardness is a CLIP similarity, its responsiveness the gap between two rewards. Here the hardness is
     sigmoid(-z) of the group's mean reward, the responsiveness sigmoid(z) of the gap between its best and mean reward, z
-    standardised over the batch. Their product is divided by its mean over the batch and raised to `strength`; 0 is
-    `group_relative` with `scale`. The order within a group stays.
+    standardised over the batch. Their product is divided by its mean over the batch and raised to `strength`.
     """
 
     strength: float = 1.0
@@ -161,10 +160,9 @@ class ForwardCorrected(AdvantageRule):
     """Weights of a verdict, 0 or 1, of a verifier that misses right samples at a rate: the rate for 1, less 1 for 0.
 
     Forward correction of "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers": no baseline, no division. In
-    the mean over the verifier's errors a right sample gets 0, a wrong one minus (1 - false positives - misses). The
-    rate of misses is `misses`; None: it is estimated. Then a second reward rechecks some of the rejected samples
-    (`rechecked`); of the first reward's share of rejected samples that are right, s, with r rejected and a accepted
-    samples, it is s r / (s r + a), over the whole run.
+    the mean over the verifier's errors a right sample gets 0, a wrong one minus (1 - false positives - misses). misses:
+    None: a second reward rechecks some of the rejected samples (`rechecked`), and the rate is s r / (s r + a) over the
+    whole run, s the share of rejected samples that are right, of r rejected and a accepted ones.
     """
 
     misses: Annotated[float | None, AtLeast(0, below=1, words="a rate from 0 to below 1, or None")] = None

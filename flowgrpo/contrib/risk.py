@@ -24,12 +24,11 @@ class RiskAverse(AdvantageRule):
     upper quantile have weight 0, and worse ones more negative weights.
 
     The quantiles alpha and beta and the deviation (ddof 0) are those of all scores of an epoch, tracked from epoch to
-    epoch: x <- x + rate * (x of this epoch - x). So an epoch of wrong answers alone is pushed away from what earlier
-    ones reached. rate 1 reads the present epoch alone. memory["RiskAverse"] holds them.
+    epoch: x <- x + rate * (x of this epoch - x). rate 1 reads the present epoch alone.
 
-    omega 0.5 and the division are the released code's, whose deviation has ddof 1. Its script for DAPO's prompts sets
-    `natural_baseline_adv` to False, which shifts advantages up, to above 0; that form is not here. bundle, alpha,
-    beta, and the tracking of quantiles by their average are ours: the paper tracks them by stochastic approximation.
+    omega 0.5 and the division are the released code's, whose deviation has ddof 1. The form of its script for DAPO's
+    prompts, which shifts advantages up, to above 0, is not here. bundle, alpha, beta, and the tracking of quantiles by
+    their average are ours: the paper tracks them by stochastic approximation.
     """
 
     alpha: float = 0.2
@@ -57,7 +56,7 @@ class RiskAverse(AdvantageRule):
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
 
     def _track_quantiles(self, scores: Tensor, run: RunState) -> list[float]:
-        """Both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
+        """Quantiles and deviation of the scores, averaged with those of earlier epochs."""
         known = scores[~scores.isnan()]
         now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
 
@@ -69,11 +68,10 @@ class RiskAverse(AdvantageRule):
 
 def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float
                  ) -> Tensor:
-    """Weights of grad log p in the gradient of MVaR, for rewards [P, G]: [P, G], all <= 0.
+    """Weights of grad log p in the gradient of MVaR (RiskPO, 2510.00911), for rewards [P, G]: [P, G], all <= 0.
 
     MVaR = (1 + omega) * mean of the lowest alpha + mean of the rewards between the quantiles alpha and beta, which are
-    low and high. Its weights: (1 + omega) min(r - low, 0) / alpha + (clip(r, low, high) - high) / (beta - alpha)
-    (RiskPO, 2510.00911). 0 where not applicable.
+    low and high. Its weights: (1 + omega) min(r - low, 0) / alpha + (clip(r, low, high) - high) / (beta - alpha).
     """
     tail = (rewards - low).clamp(max=0) / alpha
     band = (rewards.clamp(low, high) - high) / (beta - alpha)  # type: ignore[arg-type]

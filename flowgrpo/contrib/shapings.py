@@ -19,10 +19,9 @@ class LikelihoodConsistency(Shaping):
     group in the mean (GRPO-CARE, 2506.16141). It is added to the first reward.
 
     Right is a sample whose first reward reaches `right`. The likelihood is the mean log-probability of the tokens
-    behind the last occurrence of the token ids `behind`, such as those of <answer>, after the reasoning before it; all
-    tokens without any. `reference: {type: EMA}` is the paper's; its bonus takes the place of a KL (weight 0). A group
-    with one right sample has no peers to compare with, and no bonus (ours). The bonus is the method's own signal:
-    groups that are all right learn by it.
+    behind the last occurrence of the token ids `behind`, such as those of <answer>; all tokens without any.
+    `reference: {type: EMA}` is the paper's; its bonus takes the place of a KL (weight 0). A group with one right sample
+    has no bonus (ours). Groups that are all right learn by it.
     """
 
     bonus: Annotated[float, Above(0)] = 0.5
@@ -63,10 +62,9 @@ class Episodic(Shaping):
     Under 1 Billion).
 
     A sample is described by the scores of the rewards `rewards`, which may have the weight 0; they stand for the
-    paper's embedding, for images and texts alike. Novelty is the mean distance to the `nearest` samples of the
-    prompt's earlier epochs, 0 for an exact repeat. Nearness is 1 / (1 + the distance to the nearest success), whose
-    total reward reached `right`. Both are 0 without such a sample. Distances are Euclidean.
-    Both are the method's own signal: groups that agree learn by them.
+    paper's embedding, for images and texts alike. Novelty is the mean Euclidean distance to the `nearest` samples of
+    the prompt's earlier epochs. Nearness is 1 / (1 + the distance to the nearest success), whose total reward reached
+    `right`. Both are 0 without such a sample. Groups that agree learn by them.
 
     memory["Episodic"] holds the last `size` samples of every prompt. As in `group.running`, every call of an epoch
     starts from the epochs before, and the first one's samples are stored.

@@ -87,8 +87,8 @@ def match(name: str, module: torch.nn.Module, other: torch.nn.Module) -> dict[st
 
 
 def span(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """First left and right singular vectors U [m, k] and V [n, k] of a weight's difference [m, n, ...], k <= rank:
-    those whose singular values are above rounding."""
+    """First singular vectors U [m, k] and V [n, k] of a weight's difference [m, n, ...], k <= rank: those whose values
+    are above rounding."""
     flat = difference.flatten(1).float()
     if min(flat.shape) > LARGE:
         with torch.random.fork_rng([flat.device] if flat.is_cuda else []):

@@ -53,9 +53,9 @@ class TokenWeights(WrappedLoss, GroupLoss):
     by: "entropy": of the token's distribution under the present policy.
         "surprise": -log p of the token under the old policy.
         "probability": p itself; with strength -s likely tokens count less. z is p, not scaled.
-        "disagreement": the entropy of the tokens that the group has at this place, among the completions that reach it:
-        0 where all agree. It stands for the weights of TW-GRPO (2505.24718), a divergence of the group's distributions
-        from their geometric mean, which needs all logits of the group. The two may rank places the other way round.
+        "disagreement": the entropy of the tokens that the group has at this place, among the completions that reach it.
+        It stands for the weights of TW-GRPO (2505.24718), a divergence of the group's distributions from their
+        geometric mean, which needs all logits of the group. The two may rank places the other way round.
 
     Other kinds are scaled by the least and the largest value of the group: z = (v - least) / (largest - least), 0 for
     a group with one value. A strength below 0 weakens informative tokens. The divisor of the loss counts all tokens.
@@ -99,8 +99,8 @@ class TokenWeights(WrappedLoss, GroupLoss):
 
 
 def disagreement(ids: Tensor, mask: Tensor) -> Tensor:
-    """Entropy, in nats, of the tokens at each place of one group's completions ids [n, L], at every place of each
-    completion: [n, L]. mask: the tokens that count, bool [n, L]."""
+    """Entropy, in nats, of the tokens that one group's completions ids [n, L] have at each place: [n, L]. mask: the
+    tokens that count."""
     same = ((ids[:, None] == ids) & mask[:, None] & mask).sum(1)  # of each token, how many of the group have it there
     share = same / mask.sum(0).clamp(min=1)
     return -(share.clamp(min=1e-9).log() * mask).sum(0).div(mask.sum(0).clamp(min=1)).expand(mask.shape)

@@ -32,8 +32,7 @@ class Variations:
 
     After an epoch the policy reads each prompt with right and wrong samples, and its first right one, in `template`,
     and writes another problem with the same answer, which keeps the prompt's metadata. A variant whose own samples are
-    all right or all wrong is dropped; others come again. SvS trains the writing too, which is left out here. Language
-    models alone.
+    all right or all wrong is dropped; others come again. SvS trains the writing too.
 
     share: of the epoch's prompts. right: total reward from which a sample is right. kept: variants at most.
     """

@@ -117,11 +117,8 @@ def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
 
 
 def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
-    """1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised
-    over the group's failures; 0 for failures of a group without a success.
-
-    success: bool [G]. apart: [G, G], distances between samples. Returns [G].
-    """
+    """1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised over
+    the group's failures; 0 without a success: [G]. success: bool [G]. apart: distances between samples [G, G]."""
     values = success.to(apart)
     if not success.any() or success.all():
         return values
@@ -179,9 +176,8 @@ class Progress(OfOne):
 def votes(scores: Tensor) -> Tensor:
     """Verdict of voters that give probabilities of "right": 1, 0, or 0.5 at a tie. [B, R] -> [B].
 
-    A voter votes for the likelier side. Its vote counts by its certainty |2 p - 1|, the self-consistency of a voter
-    that is asked many times (RLCCF): a certain voter outvotes two unsure ones, and equally certain ones decide by
-    plain majority. A voter without a score (NaN) does not vote; NaN if none does.
+    A vote counts by its certainty |2 p - 1|, the self-consistency of a voter that is asked many times (RLCCF): a
+    certain voter outvotes two unsure ones. A voter without a score (NaN) does not vote; NaN if none does.
     """
     balance = (2 * scores - 1).nansum(1)
     balance = balance.masked_fill(balance.abs() < 1e-9, 0)  # a tie but for rounding
@@ -189,12 +185,8 @@ def votes(scores: Tensor) -> Tensor:
 
 
 def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
-    """FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
-    right one by a flawed process. [B, 2] -> [B].
-
-    A flawed sample is above the mean of a group that is mostly wrong, and below that of a group mostly right. NaN if
-    the answer has no score; a process without one is sound.
-    """
+    """FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a right
+    one by a flawed process. [B, 2] -> [B]. NaN if the answer has no score; a process without one is sound."""
     answer, process = scores.unbind(1)
     value = torch.where(answer >= right, 1 - (process < sound).to(scores), -1.0)
     return value.masked_fill(answer.isnan(), torch.nan)

@@ -1,12 +1,10 @@
 """Prompts of an epoch: `curriculum(pool, count, epoch, seed, weights, memory, group) -> count prompts`.
 
-pool: the training prompts.
-weights: weights of the prompts by the method's advantage, or None.
-memory: state kept between epochs and in checkpoints, such as Beta posteriors of each prompt's success rate.
-group: samples per prompt.
+pool: the training prompts. weights: of these by the method's advantage, or None. memory: state kept between epochs and
+in checkpoints, such as Beta posteriors of each prompt's success rate. group: samples per prompt.
 
 `learn(memory, drawn)` updates the state after an epoch's sampling. Both are the same on every process, and after a
-resume. The knapsack shares out an epoch's samples among prompts, and brings the advantage that goes with it.
+resume.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class EpochPermutation:
         return sets.draw(list(pool), count, epoch, seed, weights)
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        """Do nothing: this curriculum has no state."""
+        """Do nothing."""
 
 
 @part("curriculum", jointly={"target candidates": "0 to 1 and 1 or more", "keep prior": "0 to 1 and above 0"})
@@ -46,9 +44,8 @@ class ThompsonSampling:
     (MoPPS, 2507.04632).
 
     The rate of a prompt has the posterior Beta(a, b), which begins as Beta(prior, prior). After k samples with the mean
-    reward s, within 0 to 1: a = keep a + (1 - keep) prior + s k, and b the same with 1 - s; keep < 1 forgets. Draws are
-    Thompson's: one number per candidate and epoch, so uncertain prompts are tried. Two points are a reconstruction:
-    only sampled prompts forget, and the default numbers other than target 1/2 and prior 1.
+    reward s, within 0 to 1: a = keep a + (1 - keep) prior + s k, and b the same with 1 - s; keep < 1 forgets. That only
+    sampled prompts forget, and the defaults other than target 1/2 and prior 1, are a reconstruction.
     """
 
     target: Annotated[float, AtLeast(0, to=1)] = 0.5
@@ -105,9 +102,8 @@ class Knapsack:
     """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocate`.
 
     An epoch has `each` times fewer different prompts than groups, at least one group each. The others are allocated by
-    each prompt's estimated success rate, the mean of its posterior. All groups of a prompt are compared as one by the
-    advantage `Pooled`. The paper takes the rate of the previous epoch and allocates single samples. Here the unit is a
-    group, so `train.group` should be small.
+    each prompt's estimated success rate, the mean of its posterior, and compared as one by the advantage `Pooled`. The
+    paper takes the rate of the previous epoch and allocates single samples; here `train.group` should be small.
     """
 
     each: Annotated[int, AtLeast(1)] = 4

@@ -92,8 +92,7 @@ def _starts_as_tiff(path: str | Path) -> bool:
 
 
 def orientation(image: Image) -> int:
-    """An image's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF, which
-    Pillow turns as it loads it."""
+    """EXIF orientation, 1 to 8; 1 without one, for damaged EXIF, and for a TIFF, which Pillow turns as it loads it."""
     try:
         value = None if image.format == "TIFF" else image.getexif().get(ORIENTATION)
     except Exception:  # broken EXIF can raise anything

@@ -48,8 +48,7 @@ class Pair:
 
 
 def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
-    """Read a .jsonl file of pairs. text: `chosen` and `rejected` are texts, not paths of images. Raises UserError with
-    the file and the line of a mistake."""
+    """Read a .jsonl file of pairs, of texts or of paths of images. Raises UserError with file and line of a mistake."""
     path = Path(path)
     pairs = []
     for place, record in _records(path, "pairs", ("prompt", "chosen", "rejected", "aspects", "margins"),
@@ -104,8 +103,7 @@ def split(pairs: list[Pair], held_out: float | str, text: bool = False) -> tuple
     """Split pairs into (train, held out); no prompt is ever on both sides. text: of a file, as in `load_pairs`.
 
     A share holds out the pairs of that part of the different prompts, always the same ones. A path is read as the
-    held-out pairs, and the pairs of their prompts leave the training side.
-    Raises UserError if a side is left empty.
+    held-out pairs, and the pairs of their prompts leave the other side. Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):
         held = load_pairs(held_out, text)

@@ -144,8 +144,7 @@ def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]
 
 
 def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str, Any]]], str]) -> list[Prompt]:
-    """Up to `count` variants of every prompt, with its metadata: the reference answer or check stays (variational
-    problem synthesis, SvS)."""
+    """Up to `count` variants of every prompt, with its metadata: reference answer or check stays (SvS)."""
     known, written = {prompt.text for prompt in prompts}, []
     for prompt in prompts:
         text = (f"Rewrite the following {count} times. Keep every fact that its answer or a check of the result "
@@ -199,11 +198,9 @@ def corrupt(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
 
 
 def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
-    """Prompt to find the error for each prompt whose metadata has a `caption` that can hold one.
-
-    The wrong expression is metadata.answer, the right one metadata.right; images stay. The same seed makes the same
-    errors. Raises UserError if no prompt yields one.
-    """
+    """Prompt to find the error for each prompt whose metadata has a `caption` that can hold one; its answer is the
+    wrong expression, metadata.right the right one. Images stay. The same seed makes the same errors.
+    Raises UserError if no prompt yields one."""
     made = []
     for prompt in prompts:
         caption = prompt.metadata.get("caption")
@@ -219,11 +216,9 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
 
 
 def critiques(prompts: Sequence[Prompt], share: float = 0.2, seed: int = 0) -> list[Prompt]:
-    """Prompts, and critiques of their solutions as a share of all of them.
-
-    A prompt's metadata has `solutions`, a list of {"text": ..., "right": true}. As many critiques of right solutions as
-    of wrong ones are drawn, as far as there are. Raises UserError if there are too few for the share.
-    """
+    """Prompts, and critiques of their solutions as a share of all of them; as many of right solutions as of wrong
+    ones, as far as there are. A prompt's metadata has `solutions`, a list of {"text": ..., "right": true}.
+    Raises UserError if there are too few for the share."""
     if not 0 < share < 1:
         raise UserError(f"share is {share}, expected above 0 and below 1")
     drawn: dict[bool, list[Prompt]] = {True: [], False: []}

@@ -210,8 +210,7 @@ def _require_spelt(names: Iterable[str], path: Path, line: int) -> None:
 
 
 def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
-    """Row with `prompt`, where it has a question or messages in its place. Raises UserError for messages that are no
-    single question."""
+    """Row with `prompt`, if it has a question or messages instead. Raises UserError for more than one question."""
     if "prompt" not in row and (name := next((key for key in QUESTIONS if key in row), None)):
         row = {"prompt": row[name]} | {key: value for key, value in row.items() if key != name}
     if isinstance(turns := row.get("prompt"), list):

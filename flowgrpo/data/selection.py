@@ -81,8 +81,7 @@ def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int |
     """Prompts of several sets in proportion to `weights`.
 
     With a count, so many prompts, drawn at random from each set. Without one, all prompts, whose own weights then give
-    the sets their shares of what training draws.
-    Raises UserError for a set with fewer prompts than its share.
+    the sets their shares of training. Raises UserError for a set with fewer prompts than its share.
     """
     shares = np.array(weights) / sum(weights)
     if count is None:
@@ -106,12 +105,9 @@ def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int |
 
 
 def best_mixture(mixtures: Sequence[Sequence[float]], scores: Sequence[float], seed: int = 0) -> np.ndarray:
-    """Mixture [k] with the largest predicted score, of a quadratic surrogate that is fitted to the scores [n] of tried
-    mixtures [n,k] (MoDoMoDo, 2505.24871).
-
-    Mixtures are divided by their sums. On the simplex the quadratic is sum b_i x_i + sum b_ij x_i x_j, i < j. Raises
-    UserError for fewer mixtures than it has coefficients.
-    """
+    """Mixture [k] with the largest predicted score, of a quadratic surrogate fitted to the scores [n] of tried mixtures
+    [n,k] (MoDoMoDo, 2505.24871): on the simplex, sum b_i x_i + sum b_ij x_i x_j, i < j. Mixtures are divided by their
+    sums. Raises UserError for fewer mixtures than it has coefficients."""
     tried = np.array(mixtures, dtype=float)
     tried /= tried.sum(1, keepdims=True)
     fitted = _quadratic(tried)

@@ -150,8 +150,7 @@ def load(source: Path | str) -> list[Prompt]:
 
 
 def resolve_prompts(prompts: Path | str) -> list[Prompt]:
-    """Prompts of an argument --prompts: the training side of a named set, a file, or hub:OWNER/NAME.
-    Raises UserError if there are none."""
+    """Prompts of --prompts: a set's training side, a file, or hub:OWNER/NAME. Raises UserError if there are none."""
     name = str(prompts)
     if name in SETS:
         return load(SETS[name].train)
@@ -167,11 +166,10 @@ def prompts_to_show(config: Config, prompts: Path | str | None) -> list[Prompt]:
 
 
 def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into (train, held out); no text is ever on both sides, or none with the same image.
+    """Split prompts into (train, held out); no text with the same image is ever on both sides.
 
     A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
-    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
-    text with another image is another text.
+    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side.
     Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):

@@ -65,8 +65,7 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """Load a suite by name, path or hub dataset id. Files of its prompts are decoded.
-    Raises UserError if there is none, or none that can be read."""
+    """Load a suite by name, path or hub id; its prompts' files are decoded. Raises UserError if none can be read."""
     name = name.lower() if name.lower() in sets.SETS else name
     path = SHIPPED.get(name) or Path(name)
     fetched = sets.SETS[name].held_out or sets.SETS[name].train if name in sets.SETS else name

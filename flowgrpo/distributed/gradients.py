@@ -42,11 +42,9 @@ class Buckets(GradientSum):
     """Sum in calls of BUCKET bytes, two of which are on their way at most.
 
     A bucket has ranges of gradients, flat in fp32, those of the last parameters first: a backward reaches them in about
-    that order. It is sent when its parameters have their gradients in the step's last backward, or behind it, and
-    always after those before it, so that all processes send alike. One that fails sends anything for the rest of a
-    step, which no process uses.
-
-    overlaps: buckets are sent within the last backward, which no extension's follows.
+    that order. It is sent after those before it, so that all processes send alike, when its parameters have their
+    gradients: within the step's last backward with `overlaps`, which no extension's follows, or behind it. A process
+    that fails sends anything for the rest of a step, which none uses.
     """
 
     def __init__(self, processes: Processes, parameters: Sequence[torch.nn.Parameter], overlaps: bool = True):

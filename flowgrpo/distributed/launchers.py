@@ -74,8 +74,8 @@ def _of_fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
-    """The keys for the sizes of a ParallelismConfig. fsdp: FSDP is on too.
-    Raises UserError for sizes that a run cannot have."""
+    """The keys for the sizes of a ParallelismConfig. fsdp: FSDP is on too. UserError for sizes that a run cannot have.
+    """
     names = ("DP_REPLICATE", "DP_SHARD", "CP", "SP", "TP")
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
     replicate, shard, tokens, sequence, tensor = sizes.values()
@@ -147,10 +147,9 @@ def main(command: list[str]) -> int:
 
 
 def let_the_first_speak(text: str = "") -> None:
-    """Wait before this process prints an error, unless it is the first: torch's launcher then ends it as soon as the
-    first one, which has the same error as a rule, has printed it.
-    Behind it plain `torchrun` prints a traceback of its own and a report, which no process that it starts can prevent.
-    text: the error, which that report then has as its cause."""
+    """Wait before this process prints an error, unless it is the first: torch's launcher ends it as soon as the first
+    one, which has the same error as a rule, has printed it. text: the error, which becomes the cause in the report that
+    plain `torchrun` prints in any case."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if os.environ.get("RANK", "0") != "0":

@@ -49,8 +49,8 @@ class Lockstep:
     @contextmanager
     def in_step(self, value: int) -> Iterator[Callable[[int], object]]:
         """Context manager in which calls are not announced, if all processes make the same: `value` stands for them.
-        Yields what all call before each part, with its number, so that one that leaves there leaves with the others. A
-        process that fails within a part leaves alone: the others may wait in the denoiser, until `watch` ends them."""
+        Yields what all call before each part, with its number, where they may leave together. A process that fails
+        within a part leaves alone: the others may wait in the denoiser, until `watch` ends them."""
         self.alike = self.meet(value)
         try:
             yield self.meet if self.alike else _announce_nothing

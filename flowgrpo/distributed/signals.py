@@ -56,14 +56,13 @@ def under_launcher() -> bool:
 class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
 
-    A second signal within `same` seconds, or one of REPEATED, does nothing. Under a launcher neither does one that soon
-    after the context of a stopped run: it ends its processes as soon as the first of them has ended. Nor does the first
-    SIGTERM behind warnings there, which a batch system sends at the time limit: it leaves some seconds to save.
+    A second signal within SAME seconds, or one of REPEATED, does nothing. Under a launcher neither does one that soon
+    after the context of a stopped run, as it ends its processes once the first has ended, nor the first SIGTERM behind
+    warnings, which a batch system sends some seconds before the end. In another thread than the main one (a notebook
+    server's) nothing is caught.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.
-
-    Python sends signals to the main thread alone: in another one (a notebook server's) nothing is caught.
     """
 
     def __init__(self, teams: bool = False):
@@ -147,8 +146,7 @@ def check() -> None:
 
 
 def start_thread(call: Callable[[], T]) -> Future[T]:
-    """Run `call` in a daemon thread, on the GPU and the stream of this one; return its future.
-    A call that hangs does not keep the process from ending."""
+    """Run `call` in a daemon thread, on the GPU and the stream of this one; return its future."""
     from flowgrpo.device import current_stream, use_stream  # loads torch
 
     future: Future[T] = Future()
@@ -171,9 +169,8 @@ def complete(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def result(future: Future[T], check: Callable[[], None] = check) -> T:
-    """The future's result, for which this thread waits.
-    check: raises an error at which the wait ends.
-    Raises UserError after PATIENCE in a run of several processes."""
+    """The future's result, for which this thread waits until `check` raises an error; UserError after PATIENCE in a run
+    of several processes."""
     began = time.monotonic()
     while not wait([future], TICK).done:
         check()

@@ -45,11 +45,8 @@ PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEP
 class Watch:
     """Context manager around a run of several processes; of one process it does nothing.
 
-    lost: the line about a lost process, or None.
-
-    Within `grace` seconds after a loss the process ends with this line and exit code 2, wherever it waits. If it fails
-    before, because a collective did, it raises UserError with the line.
-
+    lost: the line about a lost process, or None. Within `grace` seconds after a loss the process ends with this line
+    and exit code 2, wherever it waits. If it fails before, because a collective did, it raises UserError with the line.
     folder: of the run. silence, failed: seconds, see SILENCE and FAILED.
     """
 

@@ -36,9 +36,8 @@ class BestOf:
              ) -> list[tuple[int, float]]:
         """Return (place of the best among its draws, its score) of each of the prompts.
 
-        drawn: `count` consecutive samples per prompt. fps: frames per second of clips.
-        A draw without a score is never the best.
-        Raises UserError for a prompt of which no draw has a score.
+        drawn: `count` consecutive samples per prompt. A draw without a score is never the best. Raises UserError for a
+        prompt of which no draw has one.
         """
         best = []
         for at, prompt in enumerate(prompts):

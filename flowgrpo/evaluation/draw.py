@@ -100,8 +100,7 @@ class Drawer(Writer):
 
 
 def text_distance(samples: Sequence[str]) -> float:
-    """Mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard similarity of
-    their word bigrams."""
+    """Mean distance between texts of a prompt, 0 to 1: 1 minus the Jaccard similarity of their word bigrams."""
     pairs = [set(itertools.pairwise(["", *text.split(), ""])) for text in samples]
     apart = [1 - len(one & other) / len(one | other) for one, other in itertools.combinations(pairs, 2)]
     return sum(apart) / len(apart)
@@ -130,11 +129,10 @@ DRAWINGS = Medium("image", Drawer, Ledger, _between_images, 8, "image")
 
 
 def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
-    """Kind of sample that a model makes: images or clips by denoising, texts, or images by image tokens.
+    """Kind of sample that a model makes.
 
     config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
-    texts.
-    Raises UserError for `generates` of a denoiser.
+    texts. Raises UserError for `generates` of a denoiser.
     """
     if build.writes(model, config):
         return DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else TEXTS

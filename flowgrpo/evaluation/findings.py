@@ -180,16 +180,14 @@ def powers(samples: int) -> list[int]:
 
 
 def verdicts(rewards: dict[str, Any]) -> list[str]:
-    """Rewards that may mean right and wrong: range 0 to 1, or unknown. A best score of 0, as of a penalty, is not a
-    failure."""
+    """Rewards that may mean right and wrong: range 0 to 1, or unknown. A penalty's best score of 0 is no failure."""
     return [name for name, reward in rewards.items() if about(reward).range in (None, (0, 1))]
 
 
 def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
     """Pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over prompts.
 
-    scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
-    [N,S].
+    scores: [N, S] by reward, NaN where it does not apply. answers: [N, S] by reward that extracts them from texts.
     """
     results: dict[str, dict[str, Any]] = {}
     for name, values in scores.items():

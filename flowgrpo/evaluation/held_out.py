@@ -61,11 +61,10 @@ def sides(trainer: Trainer) -> tuple[list[Prompt], list[Prompt]]:
     """Held-out prompts that evaluations on the way measure, and those that are reported before and after.
 
     They are the same, unless the evaluations choose the weights (`eval.best`, `eval.stop`, a guard's window): the best
-    of many measurements is high by luck too. New seeds alone remove what is luck of the noise. They leave what a
-    checkpoint does to these very prompts, which is no gain on others, and is all there is where a language model
-    decodes greedily: of 20 checkpoints without an effect the best is said to have risen in a third of all runs. Hence
-    the prompts are parted (`halves`), and the reported ones have seeds of their own, too. Simulated in
-    scripts/measure/false_sentences.py. It costs one more measurement of the base.
+    of many measurements is high by luck too. New seeds alone leave what a checkpoint does to these very prompts, which
+    is all there is where a language model decodes greedily: of 20 checkpoints without an effect the best is said to
+    have risen in a third of all runs (scripts/measure/false_sentences.py). Hence the prompts are parted (`halves`), and
+    the reported ones have seeds of their own. It costs one more measurement of the base.
     """
     both = (trainer.held_out, trainer.held_out)
     one, other = (spread(side, trainer.config.eval.prompts)
@@ -97,10 +96,8 @@ def seed(trainer: Trainer, reported: bool) -> int:
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """The base's scores on the prompts of evaluations on the way, measured once per run and kept as its first stage.
-
-    A resumed run reads them back if it measures in the same way.
-    """
+    """The base's scores on the prompts of evaluations on the way, measured once per run and kept as its first stage: a
+    resumed run that measures in the same way reads them back."""
     anew, (choosing, reported) = trainer.progress.best.anew, sides(trainer)
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
@@ -188,10 +185,8 @@ def rules(functions: dict[str, Any]) -> dict[str, Any]:
 
 def write_before(folder: Path, measured: Measured, settings: dict[str, Any], code: dict[str, str] | None = None,
                  name: str = "before") -> None:
-    """Write the base's samples, its scores, the settings of the measurement, and the hashes of the rewards' files.
-
-    name: of the file and of the samples' folder.
-    """
+    """Write the base's samples to the folder `name`, and to NAME.json its scores, the settings of the measurement, and
+    the hashes of the rewards' files."""
     from torchvision.utils import save_image
 
     texts, frames = measured.images if isinstance(measured.images, list) else None, None
@@ -328,10 +323,7 @@ def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> 
 
 
 def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequence[str] = ()) -> None:
-    """Print the end of a run: tables of held-out rewards per task, costs, files and the report's sentences.
-
-    said: what was saved. verdict: the sentences.
-    """
+    """Print the end of a run: tables of held-out rewards per task, costs, what was saved (`said`), files, verdict."""
     console, of = plain_console(), summary["evaluation"]
     for name, tasks in summary["compared"].items():
         caption = "; ".join(filter(None, [f"95 % intervals: {tasks[ALL]['before']['method']}", of.get("anew")]))

@@ -120,8 +120,7 @@ def _cell(entry: Mapping[str, Any] | None, sign: str = "", digits: int = 2) -> s
 
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
-    """Headings and a line per weight: the gain, what is kept of the run's own, each reward, and looks of the
-    sibling's."""
+    """Headings and a line per weight: the gain, what is kept, each reward, and shares of the sibling's looks."""
     names = list(found["weights"][0]["rewards"])
     lines = [["weight", "gain", "kept", *names, "edge width", "diversity"]]
     for each in found["weights"]:
@@ -138,8 +137,7 @@ def read(run: Path) -> dict[Path, dict[str, Any]]:
 
 
 def write(run: Path, found: Mapping[str, Any], base: Measured, worn: Mapping[float, Measured]) -> Path:
-    """Write a result, with a page of images: the sibling's beside those with the LoRA at each weight. Returns the
-    result's path."""
+    """Write a result to the returned path, with a page: the sibling's images beside those with the LoRA."""
     from flowgrpo.evaluation.pages.before_after import arrays, means_of, rows
     from flowgrpo.evaluation.pages.grid import draw_grid
 

@@ -78,10 +78,7 @@ class BaseLedger(Generic[Sample, Batch]):
 
     def settle(self, settings: dict[str, Any], code: dict[str, str] | None = None, edited: Collection[str] = ()
                ) -> None:
-        """Write the settings, with the rewards of earlier calls, and remove the scores of edited rewards.
-
-        code: `rewards.code_hashes`.
-        """
+        """Write settings and `rewards.code_hashes`, with those of earlier calls; remove scores of edited rewards."""
         path, code = self.folder / SETTINGS, self.code() | (code or {})
         self.folder.mkdir(parents=True, exist_ok=True)
         known = self._settings()["rewards"] if path.is_file() else {}
@@ -156,8 +153,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
             as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
 
     def load(self, place: Place) -> torch.Tensor:
-        """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1].
-        Raises UserError if the file is damaged."""
+        """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1]. Raises UserError if the file is damaged."""
         from torchvision.transforms.functional import to_tensor
 
         path = self.image(place)

@@ -24,10 +24,7 @@ def rewards_of_run(config: Config) -> dict[str, Any]:
 
 
 def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
-    """Rules of a run's trained and eval-only rewards; those left out are printed.
-
-    needed: raise UserError if all are left out.
-    """
+    """Rules of a run's trained and eval-only rewards; those left out are printed. needed: UserError if all are."""
     kept = _local_rules(config.trained), _local_rules(config.extra_rewards)
     known = config.trained | config.extra_rewards
     out = [label for label in known if not any(label in some for some in kept)]
@@ -39,10 +36,7 @@ def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], 
 
 
 def rule(config: Config | None, name: str) -> WatchRule:
-    """A run's rule of the reward of that name; without one, the default.
-
-    Raises UserError for a rule that executes code or reaches an address.
-    """
+    """A run's rule of that reward, or the default. Raises UserError if it executes code or reaches an address."""
     known = (config.trained | config.extra_rewards).get(name, WatchRule()) if config else WatchRule()
     if trust.reaches_out(known.use or name, known.args):
         raise UserError(f"reward {name!r} {WHY}: give its rule in --rewards FILE.yaml, or add {trust.FLAG} if you "
@@ -51,10 +45,7 @@ def rule(config: Config | None, name: str) -> WatchRule:
 
 
 def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
-    """Rewards by their names or rules, made; the run's where none is named.
-
-    Raises UserError if there are none.
-    """
+    """Rewards by their names or rules, made; the run's where none is named. Raises UserError if there are none."""
     chosen = names if isinstance(names, dict) else {name: rule(config, name) for name in names}
     if config and not chosen:
         of_trained, of_extra = rules(config, needed=True)

@@ -130,8 +130,7 @@ def _explain_refusal(pipe: Any, prompt: Prompt, arguments: dict[str, Any], image
 
 
 def _require_finite(samples: Sequence[Any], prompts: Sequence[Prompt], parts: dict[str, Any]) -> None:
-    """Raise NotFinite for the first image that holds NaN or an infinity, with the weight of the model's parts that
-    does."""
+    """Raise NotFinite for the first sample that holds NaN or an infinity, with the weight that does."""
     for sample, prompt in zip(samples, prompts):
         try:
             require_finite(sample, [prompt.text] * len(sample))
@@ -277,10 +276,8 @@ class Pipelines:
 
 
 class Texts:
-    """Sampler of completions by a language model, texts or images, loaded for every arm.
-
-    precision: None takes the run's, or the device's default.
-    """
+    """Sampler of completions by a language model, texts or images, loaded for every arm. precision: None: the run's, or
+    the device's default."""
 
     together = 8
 

@@ -126,10 +126,7 @@ def own_scores(run: Path, config: Config) -> tuple[dict[str, list[float]], dict[
 
 
 def prompts_of(run: Path, config: Config) -> tuple[list[Prompt], int]:
-    """Prompts that a finished run reported, and the seed of their samples.
-
-    Raises UserError if the prompts' file has changed since.
-    """
+    """Prompts that a finished run reported, and their samples' seed. Raises UserError if the file has changed since."""
     settings = read_object(run / "before.json", "run the training anew", settings=dict)["settings"]
     held_out, shown = sets.resolve(config)[1], [text for text, *_ in settings["shown"]]
     for side in (held_out, halves(held_out)[1]):

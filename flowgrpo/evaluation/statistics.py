@@ -237,8 +237,7 @@ def win_rate(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> 
 
 
 def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
-    """1 where the tuned sample beats the base's of the same prompt and seed, 1/2 on a tie, 0 where it loses; NaN where
-    one has no score. [N, S] -> [N, S]."""
+    """1 where the tuned sample beats the base's, 1/2 on a tie, 0 where it loses; NaN without a score: [N, S]."""
     return np.where(np.isnan(base) | np.isnan(tuned), np.nan, (tuned > base) + 0.5 * (tuned == base))
 
 

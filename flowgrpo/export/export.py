@@ -36,8 +36,7 @@ SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
 def load_finished(run: Path) -> tuple[Config, dict[str, Any]]:
-    """Run's configuration and summary.
-    Raises UserError if the folder is not a finished run."""
+    """Run's configuration and summary. Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"{run} has no summary.json: {unfinished(run_of(run))}")
     with require_format(run):
@@ -156,11 +155,9 @@ def _fuse_parts(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: st
 
 
 def write_merged(run: Path, output: Path) -> Path:
-    """Write the whole pipeline or language model with the run's weights merged, in the run's precision, as a directory
-    for `from_pretrained`.
+    """Write the whole pipeline or language model, with the run's weights and precision, for `from_pretrained`.
 
-    The LoRA is added to the weights in fp32 and rounded once. Weights that diffusers keeps in fp32 (parts of Wan) stay
-    fp32.
+    The LoRA is added to the weights in fp32 and rounded once; what diffusers keeps in fp32 (parts of Wan) stays so.
     Raises UserError if the model or the weights do not load.
     """
     config, summary = load_finished(run)

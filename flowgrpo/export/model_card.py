@@ -341,8 +341,7 @@ def _reward_sum(config: Config) -> str:
 
 
 def curves(run: Path, path: Path, unit: str) -> None:
-    """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
-    unit: name of the counted unit."""
+    """Plot the mean of every reward of a run against the count of a unit, one colour each, held-out means as dots."""
     lines = read_lines(run / "metrics.jsonl", "evaluations")
     with figures.figure_style() as pyplot:
         figure, axes = pyplot.subplots(figsize=(7, 4))

@@ -40,8 +40,7 @@ def places(method: Method) -> list[str]:
 def require_set(host: Method, requested: Method, method: Method, overlays: dict[str, tuple[Method, Method]]) -> None:
     """Raise UserError for a part that the user set and that the method does not read.
     host: what the presets make, over which `parts` made the one that is asked for; method: what a run makes of it.
-    overlays: of presets that change another, by name,
-    the method before and after; one is refused where nothing that it changes is read."""
+    overlays: the method before and after each preset that changes another, of which something has to be read."""
     read = places(method)
     for name, (before, after) in overlays.items():
         changed = _differing_parts(before, after)

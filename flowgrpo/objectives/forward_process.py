@@ -159,10 +159,8 @@ class StepPreference(OfNoised):
 
 
 def preference_loss(own: Tensor, advantage: Tensor, of: NoisedBatch, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the mean of -log sigmoid(-beta/2 (d_w - d_l)) over a sample's pairs [b, 1], its group, the others of it).
-
-    own: d of the samples [b, 1], whose value has the gradient of both sides of their pairs. The masks are [b, m].
-    """
+    """Return (the mean of -log sigmoid(-beta/2 (d_w - d_l)) over a sample's pairs [b, 1], its group, the others of it:
+    masks [b, m]). own: d of the samples [b, 1], whose value has the gradient of both sides of their pairs."""
     peers = unwrap(of.peers)
     group = peers.members(of.rows)
     others = group & (of.rows[:, None] != torch.arange(len(peers.statistic), device=of.rows.device))
@@ -178,10 +176,7 @@ def goodness(advantage: Tensor, most: float) -> Tensor:
 
 
 def _scale_free_error(apart: Tensor) -> Tensor:
-    """Mean square over the mean absolute value of values [B, 1, *D]: [B, 1].
-
-    The divisor is detached and at least LEAST.
-    """
+    """Mean square over the mean absolute value, detached and at least LEAST, of values [B, 1, *D]: [B, 1]."""
     apart = apart.flatten(2)
     return apart.square().mean(2) / apart.detach().abs().mean(2).clamp(min=LEAST)
 

@@ -205,10 +205,8 @@ class SpanKL(SampledKL):
 
 
 def spans(mask: Tensor) -> Tensor:
-    """Number, from 0, of the span to which each place of a mask [B, N] belongs: int64 [B, N].
-
-    It counts the runs of False before it, so a row that begins with one has no tokens in span 0.
-    """
+    """Number, from 0, of the span to which each place of a mask [B, N] belongs, the runs of False before it: int64 [B,
+    N]. A row that begins with one has no tokens in span 0."""
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=True)
     return (before & ~mask).cumsum(1)
 
@@ -241,10 +239,8 @@ def deviations(scored: Scored) -> Tensor:
 
 
 def like_tensor(values: Tensor, other: Tensor) -> Tensor:
-    """Few values, [N] or [B, N], for arithmetic with a tensor of another device, in its dtype.
-
-    A single one becomes 0-d, which torch takes from the CPU without a copy: no host waits for a GPU.
-    """
+    """Few values, [N] or [B, N], for arithmetic with a tensor of another device, in its dtype. A single one gets 0-d,
+    which torch takes from the CPU without a copy: no host waits for a GPU."""
     if values.numel() == 1:
         return values.reshape(()).to(other.dtype)
     return to_device(values, other.device).to(other.dtype)

@@ -69,12 +69,10 @@ class Divisor(int):
 
 
 def reduce_loss(loss: Tensor, weights: Tensor, count: int) -> Tensor:
-    """Return sum(loss * weights) / count, a scalar, of loss and weights [B, N].
+    """Return sum(loss * weights) / count, a scalar, of loss and a reduction's weights [B, N].
 
-    weights: a reduction's, of these rows.
-    count: the reduction's count of the whole optimizer step, over all processes and micro-batches.
-
-    The pieces add up to one mean, so masks, windows and processes never change the gradient's scale.
+    count: the reduction's of the whole optimizer step, over all processes and micro-batches, so that the pieces add up
+    to one mean: masks, windows and processes never change the gradient's scale.
     """
     return (loss * weights).sum() / max(count, 1)  # 0 where nothing is trained
 

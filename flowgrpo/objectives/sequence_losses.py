@@ -88,10 +88,7 @@ class GroupLoss(Surrogate):
 
 class SampleLoss(GroupLoss):
     """Surrogate that compares the samples of a group by one number each: completions, transitions of one recorded step,
-    or noised finals.
-
-    Its `old` is a `CompletionBatch` or a `NoisedBatch`.
-    """
+    or noised finals. Its `old` is a `CompletionBatch` or a `NoisedBatch`."""
 
     reads_target = "decisions"
 

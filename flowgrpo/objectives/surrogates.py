@@ -187,9 +187,8 @@ class DivergenceMask(ClippedSurrogate):
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Origin of decisions.
+    """Origin of decisions, with their log-probabilities new and old [B, N].
 
-    new, old: their log-probabilities [B, N].
     guided: bool [B], those drawn under another input than the one that is learned.
     answers: bool [B], those that came with their prompts.
     """
@@ -201,8 +200,8 @@ class Origin:
 
 
 def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored, answers: Tensor | None = None) -> Tensor | Origin:
-    """Third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy, of one that reads
-    it the `Origin`, otherwise the old log-probability. answers: bool [B], those that came with their prompts."""
+    """Third argument of a surrogate: of a DivergenceMask the divergence from the old policy [B, N], of one that reads
+    it the `Origin`, otherwise the old log-probability. answers: as of an `Origin`."""
     if surrogate.reads_guided:
         none = torch.zeros_like(old.mask[:, 0])
         return Origin(new.logp, old.logp, none if old.guided is None else old.guided,
@@ -274,10 +273,8 @@ class RewardAscent(Surrogate):
 
 
 def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
-    """Return max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest, [B, N].
-
-    It clips r - 1: near 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
-    """
+    """Return max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest, [B, N]. It clips r - 1: near 1 float32
+    has steps of 1.2e-7, too coarse for a clip range of 2e-6."""
     assert advantage.ndim == 2, advantage.shape
     clipped = excess.clamp(lowest, highest)  # type: ignore[arg-type]
     return -advantage - torch.minimum(advantage * excess, advantage * clipped)

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 def run_config(path: Path) -> Config:
-    """Configuration of a run's folder, or of the run that saved a checkpoint.
-
-    Raises UserError if it is none.
-    """
+    """Configuration of a run's folder, or of the run that saved a checkpoint. UserError if it is none."""
     run = run_of(path)
     config = load_config(run / CONFIG)
     return config.model_copy(update={"trust_remote_code": trust.remote_code(config.trust_remote_code, run)})
@@ -46,11 +43,9 @@ def config_of(path: Path | None) -> Config | None:
 
 
 def source(model: str, lora: str | Path | None = None, epoch: int | None = None) -> tuple[str, Path | None]:
-    """(model, weights or None) of a command's arguments; a run or its checkpoint stands for both.
-
-    epoch: of the checkpoint in place of the run's result.
-    Raises UserError for a run with further weights, and for an epoch without a run or checkpoint.
-    """
+    """(model, weights or None) of a command's arguments; a run or its checkpoint stands for both. epoch: of the
+    checkpoint in place of the run's result. UserError for a run with further weights, and for an epoch without a
+    run."""
     given, weights = Path(model), None if lora is None else Path(lora)
     if config_of(given) is not None:
         if weights is not None:
@@ -75,9 +70,7 @@ def _method(config: Config) -> Method:
 
 def load(pipe: Any, path: Path) -> TrainableWeights:
     """Load a checkpoint's weights (their moving average if the run evaluates that) into a stock pipeline; return them.
-
-    Edits of finals are attached to it. Raises UserError if they belong to another model.
-    """
+    Edits of finals are attached to it. UserError if they belong to another model."""
     from flowgrpo.policies.pipelines.load import trainable_modules
 
     config = run_config(path)
@@ -106,10 +99,7 @@ def _fresh(adapter: Adapter) -> Adapter:
 
 
 def take(live: TrainableWeights, config: Config, path: Path) -> None:
-    """Copy a checkpoint's weights into trainable ones.
-
-    Raises UserError if they belong to another model, or are not finite.
-    """
+    """Copy a checkpoint's weights into trainable ones. UserError if they belong to another model, or are not finite."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
     beside = f"{room}{NOISE_NETWORK}."  # not the pipeline's
@@ -123,10 +113,8 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
 
 @contextlib.contextmanager
 def as_finished(path: Path) -> Iterator[Path]:
-    """Context manager: return a temporary folder with a checkpoint's weights in the files of a finished run.
-
-    Raises UserError if they belong to another model.
-    """
+    """Context manager: return a temporary folder with a checkpoint's weights in the files of a finished run. UserError
+    if they belong to another model."""
     config, device = run_config(path), pick_device("auto")
     config = config.model_copy(update={"precision": drawing(config.precision, device)})
     with tempfile.TemporaryDirectory() as name:

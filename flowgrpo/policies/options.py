@@ -32,10 +32,7 @@ OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 
 
 def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
-    """Check a configuration's keys and options without a run; return its method.
-
-    kind: of the model. Raises UserError on the first problem.
-    """
+    """Check a configuration's keys and options without a run; return its method. kind: of the model."""
     setup = Setup(config, kind, resolve(config, build.process(kind)), device=device)
     keys_read.check(setup)
     check(setup)
@@ -91,10 +88,8 @@ def require_init(setup: Setup) -> None:
 
 
 def require_memory(setup: Setup) -> None:
-    """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`.
-
-    Also for options that the device lacks or whose package is absent.
-    """
+    """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`, and for those that the
+    device lacks or whose package is absent."""
     config, method, device = setup.config, setup.method, torch.device(setup.device)
     weights, adapter = config.memory.weights, config.adapter
     require_attention(config.memory.attention, device, config.precision)
@@ -215,8 +210,7 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
     """Configuration whose absent keys fit the model, and what is to be said of it; empty for nothing.
 
     A language model gets its method, one of image tokens the guidance of its rollout in evaluations, a packaged model
-    the evaluation of its card, a model of few steps its method, steps, grid and guidance. The defaults are of other
-    denoisers. Given values stay.
+    the evaluation of its card, a model of few steps its method, steps, grid and guidance.
     """
     if config.text.generates == "image" and "guidance" not in config.eval.model_fields_set:
         scale = config.train.guidance

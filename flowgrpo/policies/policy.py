@@ -54,11 +54,8 @@ class Policy(Protocol):
 
 def resolve_precision(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
            ) -> tuple[Config, str]:
-    """Configuration with a precision in place of `auto`, and that precision in words, with the reason.
-
-    loaded: a pipeline, or the tuple of a language model, which keeps its own; begun: the precision in which a resumed
-    run began, which it keeps on another machine too.
-    """
+    """Configuration with a precision in place of `auto`, and that precision in words, with the reason. loaded: a
+    pipeline, or the tuple of a language model, which keeps its own; begun: that of a resumed run, which it keeps."""
     if config.precision != AUTO:
         return config, config.precision
     chosen, reason = choose(arithmetic(device))

@@ -21,8 +21,7 @@ from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 
 
 def resampled(sound: Tensor, rate: int, wanted: int) -> Tensor:
-    """Sound [..., N] at another rate [..., round(N wanted / rate)]: its Fourier series, without what is above half of
-    the lower rate."""
+    """Sound [..., N] at another rate [..., round(N wanted / rate)], without what is above half of the lower one."""
     if rate == wanted:
         return sound
     count = round(sound.shape[-1] * wanted / rate)

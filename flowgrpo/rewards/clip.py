@@ -121,8 +121,7 @@ def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) ->
 
 
 def preprocessing_of(model: Any, reward: str) -> Preparation:
-    """Preprocessing of a model of open_clip.
-    Raises UserError for one that is not bicubic or not square."""
+    """Preprocessing of a model of open_clip. Raises UserError for one that is not bicubic or not square."""
     config = getattr(model.visual, "preprocess_cfg", {})
     size = config.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
@@ -254,10 +253,8 @@ HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic
 
 
 def perceptron(width: int) -> Head:
-    """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
-
-    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
-    """
+    """Build the head of the aesthetic predictor and of ImageReward: linear layers without activations. Their trainings
+    had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints."""
     from torch.nn import Identity, Linear
 
     widths = (width, *HIDDEN, 1)

@@ -226,8 +226,7 @@ def slow(reward: object) -> bool:
 
 
 def reads_sampler(reward: object) -> bool:
-    """True if a reward of images or videos, or one inside it, scores with the model that is trained, which cannot draw
-    meanwhile."""
+    """True if a reward of images or videos, or one in it, scores with the trained model, which cannot draw then."""
     return any(POLICY in part.reads and part.about.modality in ("image", "video") for part in inside(reward))
 
 

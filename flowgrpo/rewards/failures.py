@@ -43,8 +43,7 @@ class TimedOut(Failed):
 
 @dataclass
 class Tally:
-    """Number of failed samples and the last error message of each reward. errors: those that are reported already too.
-    """
+    """Failed samples of each reward, and its last error. errors: those that are reported already too."""
 
     failed: Counter[str] = field(default_factory=Counter)
     said: dict[str, str] = field(default_factory=dict)
@@ -90,9 +89,8 @@ def score_with_policy(ask: Callable[[Sequence[int]], list[float | Failed]], rows
 def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """Result of `call` within `seconds` (None: no limit).
 
-    A thread makes the call, so images and models need no copy. A thread cannot be killed: a call that hangs is
-    abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
-    from ending. A reward that hangs every time leaves one thread behind each time.
+    A thread makes the call, so images and models need no copy. It cannot be killed: a call that hangs is abandoned, and
+    keeps its memory until it returns or the run ends, which it does not hinder.
     Raises TimedOut, whose message begins with `message`.
     """
     if seconds is None:

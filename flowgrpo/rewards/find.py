@@ -128,8 +128,7 @@ def locate(name: str) -> Any:
 
 
 def present(name: str) -> str:
-    """Present name of a reward; the first use of an earlier one prints it.
-    Raises UserError for a reward that was removed."""
+    """Present name of a reward; an earlier one is printed once. Raises UserError for a reward that was removed."""
     if name in REMOVED:
         raise UserError(f"the reward {name!r} was removed: {REMOVED[name]}")
     if name not in ALIASES:

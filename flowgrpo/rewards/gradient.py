@@ -92,8 +92,7 @@ def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: 
 
 def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, prompts: Sequence[str],
                   metadata: Sequence[dict[str, Any]]) -> None:
-    """Raise UserError if a reward gives the outputs, a leaf that requires a gradient, none or one that is not finite;
-    otherwise as `value` does."""
+    """Raise UserError if a reward gives outputs, a leaf, no gradient or one that is not finite; else as `value`."""
     import torch
 
     leaf = getattr(outputs, "weights", outputs)

@@ -86,10 +86,7 @@ class ImageReward(LocalModel):
 
 def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.ModuleDict:
     """Build ImageReward's parts with random weights: "vision", "text" and "head".
-
-    vision, text: values that differ from the release, by their names in transformers' BlipVisionConfig and
-    BlipTextConfig.
-    """
+    vision, text: values that differ from the release, by their names in BlipVisionConfig and BlipTextConfig."""
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel

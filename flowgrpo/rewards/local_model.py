@@ -84,8 +84,7 @@ class LocalModel:
 
     def score_batches(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]
                       ) -> Tensor:
-        """`scores` of B images and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
-        images' graph if they carry one."""
+        """`scores` of B images and prompts, `batch_size` at a time -> [B] float32 on the CPU, in the images' graph."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
                               .float().cpu() for at in range(0, len(prompts), self.batch_size)])
@@ -112,8 +111,7 @@ def require_arguments(reward: str, dtype: str, device: str | None, batch_size: i
 
 
 def model_arguments(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
-    """Common arguments that a reward passes on to its models, without those that are None.
-    Raises UserError as `require_arguments` does."""
+    """Common arguments for a reward's models, without those that are None. Raises UserError as `require_arguments`."""
     require_arguments(reward, dtype or "fp32", device, 1 if batch_size is None else batch_size)
     named: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
     return {name: value for name, value in named.items() if value is not None}
@@ -152,9 +150,8 @@ def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, opt
                beside: str | None = None, **more: Any) -> Any:
     """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
 
-    option: the reward's argument that names it, inside the argument `within` if given. beside: a second repository
-    that the reward needs, for the message.
-    Raises UserError, which names `option`, if it is unavailable.
+    option: the reward's argument that names it, inside the argument `within` if given. beside: a second repository that
+    the reward needs, for the message. Raises UserError, which names `option`, if it is unavailable.
     """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
     wanted = [each for each in (name, beside) if each and REPOSITORY.fullmatch(each)] \
@@ -166,10 +163,7 @@ def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, opt
 
 def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:
     """Load the tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
-
-    option: the reward's argument that names it.
-    Raises UserError, which names `option`, if it is unavailable.
-    """
+    Raises UserError, which names `option`, the reward's argument for it, if it is unavailable."""
     owner, _, file = where.rpartition("/")
     fetch = f"`hf download {owner} {file}`" if REPOSITORY.fullmatch(owner) and not Path(owner).exists() else "fetch it"
     with loading(f"reward {reward!r}: {where}", f"{fetch} and give its path as args: {{{option}: FILE}}", where):
@@ -193,7 +187,6 @@ def from_hub(where: str, revision: str | None) -> Path:
 
 
 def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Load every tensor of a network.
-    Raises UserError for a checkpoint of another network."""
+    """Load every tensor of a network. Raises UserError for a checkpoint of another network."""
     with loading(f"reward {reward!r}: {where}", "give the checkpoint that was made for this reward"):
         network.load_state_dict(state)

@@ -52,9 +52,7 @@ QUOTED = (_pattern(DOUBLE, r"(?<!\d){start}([^{ends}]+)[{ends}]"),  # a digit: i
 
 def target_text(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     """Texts that a prompt asks to be written: of its metadata, or else in quotes; empty without any.
-
-    Raises UserError for metadata of another type.
-    """
+    Raises UserError for metadata of another type."""
     given = metadata.get("text")
     if given is None:
         found = next((found for pattern in QUOTED if (found := pattern.search(prompt))), None)
@@ -84,10 +82,8 @@ def _distances(text: str, target: str, anywhere: bool) -> list[int]:
 
 
 def edits(text: str, target: str, anywhere: bool = False) -> int:
-    """Edit distance: the least number of inserted, deleted and substituted characters from `text` to `target`.
-
-    anywhere: to `target` from its nearest part of `text` (Sellers 1980).
-    """
+    """Edit distance: the least number of inserted, deleted and substituted characters from `text` to `target`;
+    anywhere: from the nearest part of `text` (Sellers 1980)."""
     row = _distances(text, target, anywhere)
     return min(row) if anywhere else row[-1]
 

@@ -29,8 +29,7 @@ AT_ONCE = 64  # pairs in one call of a judge, to avoid copying images group by g
 
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[T], T]:
-    """Decorator: register a function, object or class as the pairwise judge `name`, a reward; settings: see `Pairing`.
-    """
+    """Decorator: register a function, object or class as the pairwise judge `name`, a reward. Settings: `Pairing`."""
     from flowgrpo.rewards.find import reward
 
     register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
@@ -144,8 +143,7 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
 
 
 def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
-    """`count` numbers from 0 to 1, NaN for None.
-    Raises Failed if the judge returned anything else."""
+    """`count` numbers from 0 to 1, NaN for None. Raises Failed if the judge returned anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != count:
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)[:60]

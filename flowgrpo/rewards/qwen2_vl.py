@@ -42,11 +42,8 @@ FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
 
 
 def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any, Any]:
-    """Load the configuration and the processor of Qwen2-VL, and add the marks to its tokens.
-
-    name: a folder or hub id. option: the reward's argument that names it.
-    Raises UserError, which names `option`, if they are unavailable.
-    """
+    """Load the configuration and the processor of Qwen2-VL, a folder or hub id, and add the marks to its tokens.
+    Raises UserError, which names `option`, the reward's argument for it, if they are unavailable."""
     from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
     config = load_pretrained(reward, Qwen2VLConfig, name, None, option)
@@ -97,8 +94,7 @@ def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Build Qwen2VLModel with every tensor of `state`.
-    Raises ValueError for a missing or an extra tensor."""
+    """Build Qwen2VLModel with every tensor of `state`. Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
 
     # A release has rows for its marks; the base model has more, for no token.
@@ -289,8 +285,7 @@ def frame_indices(count: int, fps: float) -> list[int]:
 
 
 def files(model: str) -> tuple[Path, Path]:
-    """Configuration and the weights of the release in a folder, else on the hub.
-    Raises FileNotFoundError for a folder without them."""
+    """Configuration and weights of the release in a folder, else on the hub. Raises FileNotFoundError without them."""
     folder = Path(model)
     if not folder.is_dir():
         return from_hub(f"{model}/model_config.json", None), from_hub(f"{model}/checkpoint-11352/model.pth", None)
@@ -301,10 +296,8 @@ def files(model: str) -> tuple[Path, Path]:
 
 
 def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
-    """Checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
-
-    lora: its configuration, with `lora_r` and `lora_alpha`.
-    """
+    """Checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts. lora: its
+    configuration, with `lora_r` and `lora_alpha`."""
     rank, alpha = lora["lora_r"], lora["lora_alpha"]
     scale = alpha / (math.sqrt(rank) if lora.get("use_rslora") else rank)
     plain = {key.removeprefix("base_model.model."): value for key, value in state.items()}
@@ -317,8 +310,7 @@ def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tens
 
 
 def instruction(file: str | None) -> str:
-    """Fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
-    """
+    """Fetched instruction, or that in a file: a text, or the release's source, which is read and not run."""
     if file is None:
         return texts("videoalign", "instruction")["video"]
     with loading(f"reward 'videoalign': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):

@@ -68,11 +68,8 @@ TEXTS = {
 
 
 def texts(reward: str, option: str) -> dict[str, str]:
-    """Fetched texts of a reward by what they judge: image or video.
-
-    option: the reward's argument that takes another text.
-    Raises UserError for a text that is not in the cache, or was changed there.
-    """
+    """Fetched texts of a reward by what they judge: image or video. option: its argument that takes another text.
+    Raises UserError for a text that is not in the cache, or was changed there."""
     found = {}
     for kind, released in TEXTS[reward].items():
         content = released.file.read_bytes() if released.file.is_file() else b""
@@ -112,8 +109,7 @@ def _source(place: str, released: Released) -> str:
 
 
 def strings(source: str) -> Iterator[str]:
-    """Yield the strings of a Python source, and its f-strings with each expression in braces; nothing is run.
-    A source that does not parse has none."""
+    """Yield a Python source's strings, its f-strings with each expression in braces; none where it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):

@@ -379,8 +379,7 @@ class Checked(Wrapped):
 
 
 def require_finite(samples: Any, prompts: Sequence[str], what: str = "sample") -> None:
-    """Raise NotFinite for the first of B samples that holds NaN or an infinity; texts, lists and None are not looked
-    at. what: its name."""
+    """Raise NotFinite for the first of B samples, not texts or a list, with NaN or an infinity. what: its name."""
     if not hasattr(samples, "isfinite") or samples.isfinite().all():
         return
     row = next(row for row, sample in enumerate(samples) if not sample.isfinite().all())
@@ -394,8 +393,7 @@ def _writes(batch: Batch) -> list[int]:
 
 
 def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
-    """B floats, NaN for None, or failures.
-    Raises Failed if `values` is anything else."""
+    """B floats, NaN for None, or failures. Raises Failed if `values` is anything else."""
     count = len(prompts)
     expected = f"expected {count} number{'s' * (count != 1)}, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)

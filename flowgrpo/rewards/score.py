@@ -118,10 +118,8 @@ def _with_facts(batch: Batch) -> Batch:
 
 
 def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[str, Any]) -> None:
-    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores an image.
-
-    Functions that state their modality are not called, nor are objects. prompt, metadata: of a sample.
-    """
+    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores an image. Functions that state
+    their modality are not called, nor are objects. prompt, metadata: of a sample."""
     for name, reward in rewards.items():
         if not inspect.isfunction(reward.function) or about(reward.function).modality is not None:
             continue

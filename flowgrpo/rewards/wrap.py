@@ -144,9 +144,7 @@ class Where(Wrapped):
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
     """`columns` of images of several sizes: those of one size are scored together, in the order of the batch.
-
-    Raises UserError for a group whose samples differ in size.
-    """
+    Raises UserError for a group whose samples differ in size."""
     import torch
 
     alike: dict[tuple[int, ...], list[int]] = {}

@@ -79,11 +79,8 @@ class GroupSampler(Generic[C]):
         return self.policy.exact
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
-        """Seeds of a turn: of the first of this process's prompts, by its place among those of all.
-
-        turn: how often the epoch has drawn before; its seeds follow those of the turns before. prompts: how many each
-        process has in this turn.
-        """
+        """Seeds of a turn, by the places of prompts among those of all processes, each of which has `prompts` of them.
+        turn: how often the epoch has drawn before; its seeds follow those of the turns before."""
         first, shape = self.processes.rank * prompts, self.geometry
         if shape.slices == 1:
             return seeder(self.config.seed, epoch, turn * self.config.train.prompts + first)
@@ -123,10 +120,7 @@ class GroupSampler(Generic[C]):
         self.rollout_evaluations += spent * self.processes.count
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> C:
-        """Encode prompts, each once; rows of the result are chosen by its `rows`.
-
-        epoch: in which they are sampled, where their images have sizes of the epoch.
-        """
+        """Encode prompts, each once. epoch: in which they are sampled, where their images have sizes of the epoch."""
         raise NotImplementedError
 
     def require(self, prompts: Sequence[Prompt]) -> None:
@@ -137,11 +131,8 @@ class GroupSampler(Generic[C]):
 
     def sample(self, conditioning: C, epoch: int, judge: TotalReward, value: RewardValue | None = None,
                turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs | None]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
-
-        judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn
-        before.
-        """
+        """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity. judge: the
+        total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn before."""
         raise NotImplementedError
 
     def base(self, part: Part, conditioning: C) -> torch.Tensor | None:
@@ -162,9 +153,7 @@ class GroupSampler(Generic[C]):
 
     def gather_groups(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
         """Gather what the loss of these parts compares, if their groups are split over processes; all call it.
-
-        reference: the reference's scores of a part.
-        """
+        reference: the reference's scores of a part."""
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Weight of every trained step, by its index."""

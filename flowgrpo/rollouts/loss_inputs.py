@@ -90,9 +90,9 @@ class NoisedInputs:
 class CompletionInputs:
     """Inputs of a `GroupLoss` on completions: a `CompletionBatch`.
 
-    reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
-    that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
-    forward per sample; where one batch holds the part it is not needed. progress: as of a `CompletionBatch`.
+    reference: its scores of the replay's batches, where anything reads them. replay: of the same batches, by which a
+    surrogate that compares groups sees the whole part in a first pass, without gradients, a forward per sample; where
+    one batch holds the part it is not needed. progress: as of a `CompletionBatch`.
     """
 
     def __init__(self, method: Method, part: Part, reference: Sequence[Scored], device: torch.device,
@@ -134,10 +134,7 @@ class CompletionInputs:
 
 @dataclass(frozen=True)
 class EditInputs:
-    """Inputs of the actor-critic surrogate: `Seen` of each batch's rows.
-
-    through: True if it reads the value of the present weights' edits.
-    """
+    """Inputs of the actor-critic surrogate, `Seen` of each batch's rows. through: it reads the value of new edits."""
 
     editor: Editor
     conditioning: Conditioning

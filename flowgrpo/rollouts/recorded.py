@@ -55,10 +55,7 @@ class RecordedRollouts(DenoisingRollouts):
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Yield the pairs of the prompts, with their images [b,3,H,W] as the files have them.
-
-        judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.
-        """
+        """Yield the pairs of the prompts, with their images [b,3,H,W] as the files have them. judge, value: unused."""
         assert isinstance(conditioning, Paired)
         self.old_policy.start_epoch(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))

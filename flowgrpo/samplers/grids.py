@@ -60,10 +60,8 @@ def require_steps(scheduler: Any, steps: object) -> None:
 
 
 def stock(scheduler: Any, steps: int) -> Tensor:
-    """Grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
-
-    If its pipeline set it, it is the pipeline's sampling grid: many pass their scheduler separate sigmas (FLUX,
-    Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the image size.
+    """Grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]): the pipeline's own, if that set it,
+    with separate sigmas (FLUX, Qwen-Image: linspace(1, 1/steps, steps)) and a mu of the image size.
     Raises ValueError for a scheduler whose sigmas do not run from 1 to 0 in `steps` steps.
     """
     name = type(scheduler).__name__
@@ -74,23 +72,21 @@ def stock(scheduler: Any, steps: int) -> Tensor:
         grid = 1 - grid
     if len(grid) != steps + 1 or grid[0] > 1 or grid[-1] != 0 or not (grid.diff() < 0).all():
         ends = "" if grid.is_meta else f" from {grid[0]:.4g} to {grid[-1]:.4g}"  # a dry run has no values
-        raise ValueError(
-            f"{name} sets {len(grid)} sigmas{ends} for {steps} steps, "
-            f"expected {steps + 1} falling from at most 1 to 0: use a first-order flow-matching scheduler"
-        )
+        raise ValueError(f"{name} sets {len(grid)} sigmas{ends} for {steps} steps, expected {steps + 1} falling from "
+                         "at most 1 to 0: use a first-order flow-matching scheduler")
     return grid.detach().cpu().clone()
 
 
 def alpha_bars(scheduler: Any, steps: int) -> tuple[Tensor, Tensor]:
     """Grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32; timesteps [steps], int64).
 
-    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset). A
-    distilled model (LCM, TCD) uses its scheduler's own. The alpha-bars are the scheduler's at these timesteps. The last
-    is 1 or, without set_alpha_to_one, that of timestep 0 (but 1 of a consistency model, whose last step gives the
-    data). A step goes to the next timestep; DDIMScheduler itself steps by 1000 // steps, which differs for some
-    spacings. A first alpha-bar of 0 (zero terminal SNR) becomes 2^-24, as in the stock EulerDiscreteScheduler.
-    Raises ValueError if there are no such timesteps, if the scheduler clips, or if an alpha-bar is 0 and the network
-    predicts noise, which then has no information on the data.
+    The timesteps are those of a DDIMScheduler of the same spacing and steps_offset, of a distilled model (LCM, TCD) its
+    scheduler's own; the alpha-bars are the scheduler's there. The last is 1 or, without set_alpha_to_one, that of
+    timestep 0 (but 1 of a consistency model, whose last step gives the data). A step goes to the next timestep;
+    DDIMScheduler itself steps by 1000 // steps, which differs for some spacings. A first alpha-bar of 0 (zero terminal
+    SNR) becomes 2^-24, as in the stock EulerDiscreteScheduler.
+    Raises ValueError if there are no such timesteps, if the scheduler clips, or if the network predicts noise at an
+    alpha-bar of 0, which then says nothing of the data.
     """
     name = type(scheduler).__name__
     table = scheduler.alphas_cumprod.detach().cpu().float()
@@ -141,9 +137,9 @@ class TailPoints:
 def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: float | None) -> Tensor:
     """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
 
-    The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]. grid[:after+1] is kept bit
-    for bit, and the result [after+1+n] always ends at 0 (the released code's does not when n is 1).
-    shift: the grid's; None: the grid is a pipeline's own, and the new sigmas are n of its own, evenly spread by index.
+    The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]; those before stay bit for
+    bit, and the last is always 0 (in the released code not when n is 1).
+    shift: the grid's; None: the new sigmas are n of the pipeline's own, evenly spread by index.
     ratio: of the steps, or `TailPoints`, by which n = max(int((T - after + 1) * share) - 1, 1).
     """
     steps = len(grid) - 1

@@ -16,13 +16,11 @@ from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 
 def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
-    """Log-density of a chain over its number of terms, [b].
+    """Log-density of a chain over its number of terms, [b]: (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms, as
+    the code of ReinFlow (2505.22094) divides it. A sample has one ratio, so a clip range bounds the chain.
 
-    ReinFlow (2505.22094), whose code divides so too. It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
-    first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known.
+    first: the state [b,*D] that the chain starts from, or None where its density is not known.
     steps: log-densities [b] of the transitions, each a mean over the latent's values.
-
-    A sample has one ratio, so a clip range bounds the chain and not its steps.
     """
     terms = list(steps)
     if first is not None:
@@ -33,11 +31,8 @@ def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class JointTransitions(Transitions):
-    """Recorded transitions of m samples, merged into one transition per sample.
-
-    It goes from the first state x [m,*D] to the last x_next [m,*D] and carries the joint old score.
-    links: the transitions, in grid order.
-    """
+    """Recorded transitions of m samples, merged into one per sample, from the first state to the last, with the joint
+    old score. links: the transitions, in grid order."""
 
     links: tuple[Transitions, ...] = ()
 
@@ -57,10 +52,7 @@ def join_chains(part: Part) -> Part:
 
 
 def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
-    """Score a part's chains under the policy's present weights, one batch at a time, as `replay.replay`.
-
-    Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
-    """
+    """Score a part's chains as `growth.replay` does its steps: (0, rows, Scored [b,1]), in one graph of all steps."""
     [chain] = sampler_steps(part)
     exploration = unwrap(part.exploration)
     assert isinstance(chain, JointTransitions), "the part has no chain: call `join_chains` first"

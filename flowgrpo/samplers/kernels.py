@@ -170,10 +170,9 @@ WAVES = 4  # frequencies of the time embedding
 
 
 class NoiseNet(torch.nn.Module):
-    """Noise level of every latent value x at time s, from 0 (the lower bound) to 1 (the upper bound).
+    """Noise level of every latent value x at time s, from 0 (the lower bound) to 1 (the upper bound), at first 1/2.
 
-    One hidden layer on x and on sines and cosines of s. It reads one value at a time, so it fits latents of any shape.
-    Its initial output is 1/2 everywhere.
+    One hidden layer on x and on sines and cosines of s: it reads one value at a time, so it fits latents of any shape.
     """
 
     def __init__(self, width: int):
@@ -257,10 +256,7 @@ def anneal(t: float, highest: float, lowest: float, slow: float) -> float:
 
 
 def scale_noise(kernel: Kernel, factor: float) -> Kernel:
-    """Kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
-
-    Raises ValueError if the product is out of the field's range.
-    """
+    """Kernel with its one field, `level` or `eta`, times `factor`. Raises ValueError for one out of its range."""
     if isinstance(kernel, AnnealedNoise):
         inner: Any = scale_noise(kernel.kernel, factor)
         return replace(kernel, kernel=inner)
@@ -368,10 +364,8 @@ def prediction(scheduler: Any) -> str:
 
 
 def process(scheduler: Any) -> str:
-    """Process of a pipeline's scheduler: "flow", or "vp" (variance-preserving, with discrete alpha-bars).
-
-    Raises UserError for any other scheduler.
-    """
+    """Process of a pipeline's scheduler: "flow", or "vp" (variance-preserving, with discrete alpha-bars). Raises
+    UserError for any other."""
     predicted = prediction(scheduler)
     if predicted == "velocity":
         return "flow"
@@ -392,10 +386,9 @@ def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep:
     consistency (LCM, 2310.04378, section 4.1): the network gives the data z0 in one of the other forms. f = c_skip x +
         c_out z0 is the model's estimate of the data, and x itself at timestep 0.
 
-    With consistency the returned noise satisfies `x0_from_noise(x, noise, a) == f`, so every kernel steps with f in
-    place of x0. The stock scheduler's multistep consistency step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is
-    the kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
-    Either way the recorded density is that of the Gaussian that was drawn.
+    With consistency `x0_from_noise(x, noise, a) == f`, so every kernel steps with f in place of x0. The stock
+    scheduler's multistep step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is the kernel with only fresh noise,
+    `VPCPS(1)`; DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
     """
     kind = scheduler.config.get("prediction_type")
     consistent = prediction(scheduler) == "consistency"

@@ -106,9 +106,9 @@ def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
 
 def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
                  seed: Seed, shared: bool, pack: bool = False) -> Part:
-    """Part with its finals noised at the times of `exploration` in place of its recorded steps.
+    """Part with its finals noised at the times of `exploration`, its grid without the last entry, in place of its
+    recorded steps, scored by the present weights.
 
-    The times are the grid without its last entry. The old scores are those of the policy's present weights.
     seed: seeds of the leaves, as in the rollout; the noise here is a separate draw.
     shared: one noise per group at each time; otherwise one per leaf.
     """

@@ -42,10 +42,8 @@ class Preview:
 
 def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int,
              micro_batch: int, seed: Seed) -> torch.Tensor:
-    """Final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt, pool-1).
-
-    grid and timesteps are those of `make_grid`.
-    """
+    """Final states [P*pool,*D] of deterministic runs on a grid of `make_grid`, from seed(prompt, 0) to seed(prompt,
+    pool-1)."""
     prompts = torch.arange(len(conditioning.prompts)).repeat_interleave(pool)
     task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
     finals = []
@@ -56,11 +54,8 @@ def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps
 
 
 def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
-    """Indices of the group/2 largest and the group/2 smallest of the scores [P,pool]: int64 [P,group], best first.
-
-    A noise without a score (NaN) is chosen only if there are too few others.
-    Raises UserError if the group is odd or larger than the pool.
-    """
+    """Indices of the group/2 largest and smallest of the scores [P,pool]: int64 [P,group], best first; NaN only where
+    too few have a score. Raises UserError if the group is odd or larger than the pool."""
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
                          "expected an even number, at most the pool")

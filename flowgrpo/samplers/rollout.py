@@ -26,10 +26,7 @@ Seed = Callable[[int, int], int]
 
 
 def noise_seed(seed: int, epoch: int | None, prompt: str, number: int) -> int:
-    """Seed of a prompt's noise of that number, the same for all rewrites of the prompt.
-
-    epoch: None for noise that is the same in every epoch.
-    """
+    """Seed of a prompt's noise of that number. epoch: None for noise that is the same in every epoch."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{number}/{prompt}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big")
 
@@ -82,10 +79,8 @@ class RolloutSpec:
 
     @functools.cached_property
     def splits(self) -> dict[int, int]:
-        """Children per state of each step at which the tree splits.
-
-        If the schedule names none, the first stochastic step splits every root into the samples that share it.
-        """
+        """Children per state of each step at which the tree splits. If the schedule names none, the first stochastic
+        step splits every root into the samples that share it."""
         schedule = self.schedule
         if schedule.children:
             return {step: n for step, n in zip(schedule.stochastic, schedule.children) if n > 1}
@@ -148,20 +143,15 @@ def deviation(spec: RolloutSpec, step: int) -> float:
 
 
 def quiet_steps(spec: RolloutSpec) -> tuple[int, ...]:
-    """Trained steps whose deviation is below `LEAST`.
-
-    The gradient of a step's log-probability grows with 1 / std^2. On a grid that ends in a short step, such as SD3.5's
-    own (0.278, 0.009, 0), the last trained step of a posterior kernel has nearly all of an epoch's squared gradient,
-    and a half-precision state is rounded by a fifth of its deviation.
-    """
+    """Trained steps whose deviation is below `LEAST`: the gradient of a log-probability grows with 1 / std^2. On the
+    own grid of SD3.5, which ends in a short step (0.278, 0.009, 0), the last trained step of a posterior kernel has
+    nearly all of an epoch's squared gradient, and a half-precision state is rounded by a fifth of its deviation."""
     return tuple(step for step in spec.schedule.trained if deviation(spec, step) < LEAST)
 
 
 def drop_quiet_steps(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
-    """Drop quiet steps from the trained ones of an epoch's rollouts, and rollouts that train no other.
-
-    Quiet steps are drawn as before. Raises ValueError where no trained step is left.
-    """
+    """Drop quiet steps, which are drawn as before, from the trained ones of an epoch's rollouts, and rollouts that
+    train no other. Raises ValueError where no trained step is left."""
     found = [(spec, quiet_steps(spec)) for spec in specs]
     if not any(steps for _, steps in found):
         return list(specs)
@@ -246,10 +236,8 @@ class Part:
 
     def with_advantages(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
                         rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
-        """Part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m]) that count.
-
-        All sequences have one entry per trained step; rewards: the total rewards [m]. None if nothing is kept.
-        """
+        """Part with advantages [m] and total rewards [m], of each trained step, of the transitions that count and have
+        `keep` true (bool [m]); None if nothing is kept."""
         totals = rewards or advantages
         keep = [at.cpu() & taken.counts for taken, at in zip(self.transitions, keep, strict=True)]
         kept = [(left, advantage[at], total[at])
@@ -271,11 +259,8 @@ def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
-    """seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone.
-
-    It does not depend on the process or the micro-batch. sample may be negative: -1 is the first noise that a prompt's
-    samples share. first: of this process's prompts, its place among those of all.
-    """
+    """seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone, on any process. Sample -1 is
+    the first noise that a prompt's samples share. first: place of this process's first prompt among all."""
 
     def seed(prompt: int, sample: int) -> int:
         key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
@@ -310,10 +295,7 @@ C = TypeVar("C", bound=EncodedPrompts, contravariant=True)
 
 
 class Replayer(Protocol[C]):
-    """Model whose transitions can be scored again.
-
-    device: of its forwards. states: of recorded states.
-    """
+    """Model whose transitions can be scored again. device: of its forwards. states: of recorded states."""
 
     @property
     def device(self) -> torch.device: ...

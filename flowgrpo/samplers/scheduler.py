@@ -214,11 +214,8 @@ class PolicyScheduler:
         return cls.from_config(stock.config)
 
     def follow(self, task: Segment, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> StepRecord:
-        """Set the next call's task; the returned record fills while the pipeline runs.
-
-        state: [B,*D], replaces the pipeline's own in an idle step before the first (see
-        policies/pipelines/call.py).
-        """
+        """Set the next call's task; the returned record fills while the pipeline runs. state: [B,*D], replaces the
+        pipeline's own in an idle step before the first (see policies/pipelines/call.py)."""
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
         self.state = state
         self.companions = []
@@ -239,8 +236,7 @@ class PolicyScheduler:
         return twin
 
     def take_record(self) -> StepRecord:
-        """Record of the call, of which the scheduler holds nothing then; with companions, of all states in one [B,N].
-        """
+        """Record of the call, which the scheduler lets go; with companions, of all states in one [B,N]."""
         record = StepRecord.merge([self.record, *(twin.record for twin in self.companions)])
         self.record = StepRecord()
         self.companions = []

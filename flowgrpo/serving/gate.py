@@ -173,8 +173,7 @@ class Gate:
             self._held -= len(content)
 
     async def _read(self, receive: Receive, content: bytearray, keep: bool = True) -> None:
-        """Add a body to `content`. One that is too large, or that is not to be kept, is dropped, up to a multiple of
-        the limit."""
+        """Add a body to `content`, or drop one that is too large or not kept, up to a multiple of the limit."""
         size, more = 0, True
         while more and size <= DRAINED * self._size:
             event = await receive()

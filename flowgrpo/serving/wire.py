@@ -133,8 +133,7 @@ def answer(values: Sequence[float | Failed]) -> dict[str, Any]:
 
 
 def scores(body: bytes, count: int) -> list[float | None | Failed]:
-    """Parse `count` scores of an answer.
-    Raises ValueError for another number of them, and for one that is not a finite number."""
+    """Parse an answer. Raises ValueError for other than `count` scores, and for one that is not a finite number."""
     record = _object(body)
     values, failed = record.get("scores"), record.get("failed", {})
     if not isinstance(values, list) or len(values) != count:

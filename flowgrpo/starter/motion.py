@@ -63,8 +63,7 @@ _PROMPT = re.compile(rf"a (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SH
 
 
 def parse(prompt: str) -> Clip:
-    """Read a prompt of this world, such as "a red circle moves left". Raises ValueError if it is outside the
-    grammar."""
+    """Read a prompt such as "a red circle moves left". Raises ValueError if it is outside the grammar."""
     match = _PROMPT.fullmatch(" ".join(prompt.lower().strip().rstrip(".").split()))
     if not match:
         raise ValueError(f"the motion reward cannot read the prompt {prompt!r}: expected 'a COLOUR SHAPE DOES', such "

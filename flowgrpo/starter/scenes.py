@@ -88,8 +88,7 @@ _JOIN = re.compile(rf" (and|{'|'.join(RELATIONS)}) ")
 
 
 def parse(prompt: str) -> Claims:
-    """Read a prompt of this world, such as "a drawing of two red stars" or "a ring above a cross". Raises ValueError if
-    the prompt is outside the grammar."""
+    """Read a prompt such as "a drawing of two red stars". Raises ValueError if it is outside the grammar."""
     text = " ".join(prompt.lower().strip().rstrip(".").split()).removesuffix(VERIFIED)
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
     parts = _JOIN.split(text[len(prefix):])
@@ -115,8 +114,7 @@ def is_held_out(claims: Claims, prefix: str = "") -> bool:
 
 
 def is_reserved(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in three
-    more."""
+    """True for prompts that no alignment trains on: the held-out ones, and a third more of tasks with few prompts."""
     few = claims.task in ("single", "counting", "two")
     return is_held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
 

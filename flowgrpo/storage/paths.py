@@ -56,8 +56,7 @@ def undone(*places: Path) -> Iterator[None]:
 
 def require_room(folder: Path, needed: int, what: str,
                  way: str = "make room, lower train.keep, or name another output") -> None:
-    """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left.
-    way: the fix."""
+    """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes. way: the fix."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:

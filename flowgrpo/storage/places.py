@@ -56,8 +56,7 @@ def is_checkpoint(path: Path | None) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """The folder of a run, given that folder, one of its checkpoints or a LoRA file in it.
-    Raises UserError if the path is of no run."""
+    """The folder of a run, given that, a checkpoint or a LoRA file in it. Raises UserError for another path."""
     if not path.exists():
         raise UserError(f"no run at {path}: expected the folder that `flowgrpo train` wrote, or one of its checkpoints")
     run = path.parent.parent if is_checkpoint(path) else path.parent if path.is_file() else path

@@ -107,8 +107,7 @@ class Completions(Target):
 
 @dataclass(frozen=True)
 class RecordedCompletions(Completions):
-    """Tokens of recorded pairs of completions, without sampling: the target of a run with `preferences`.
-    """
+    """Tokens of recorded pairs of completions, without sampling: the target of a run with `preferences`."""
 
     trains: ClassVar[str] = "recorded pairs of completions"
     recorded: ClassVar[bool] = True

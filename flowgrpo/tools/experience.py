@@ -39,8 +39,7 @@ class Library:
         return f"Lessons from earlier tasks:\n{self.text()}\n\n{prompt}" if self.entries else prompt
 
     def edit(self, answer: str, most: int) -> int:
-        """Apply the first valid edits of a language model's answer, and return their number. Numbers are those of the
-        library before the edits."""
+        """Apply an answer's first valid edits, and return their number. Numbers are those before the edits."""
         entries: dict[int, str] = dict(enumerate(self.entries, 1))
         added: list[str] = []
         done = 0

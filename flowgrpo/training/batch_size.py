@@ -53,8 +53,8 @@ class Choice:
 
 
 def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate: Estimate) -> Choice | None:
-    """The largest micro-batch that fits `room` bytes with the first share of blocks with which any fits.
-    None if nothing fits."""
+    """The largest micro-batch that fits `room` bytes with the first share of blocks with which one does; None without.
+    """
     for share in shares:
         fitting = [size for size in sizes if estimate(size, share) <= room]
         if fitting:
@@ -77,9 +77,8 @@ def micro_batches(config: Config, processes: int) -> list[int]:
 
 
 def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Processes) -> Config:
-    """Put numbers in place of `auto`, the same on all processes, and set up the policy: the configuration.
-    prompt: one on which the memory is measured. The choice is printed with its reason. Raises UserError if not even one
-    row fits."""
+    """The configuration with numbers in place of `auto`, the same on all processes, for which the policy is set up.
+    The choice is printed with its reason. Raises UserError if not even one row fits."""
     train = config.train
     if AUTO not in (train.micro_batch, train.checkpointing):
         return config

@@ -90,14 +90,12 @@ def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
            local: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
-    """Assign every transition its advantage, float32; None for a part of which nothing is left to train. A part whose
-    completions the loss leaves out, all of them, has no transitions.
+    """Assign every transition its advantage, float32: the mean reward of the samples below it is compared with those of
+    its depth in the group. Transitions that the method does not train, and samples to which no reward applies, are left
+    out; None for a part of which nothing is left, and no transitions where the loss leaves out all its completions.
 
-    A transition has the mean reward of the samples below it, compared with those of its depth in the group. Transitions
-    that the method does not train, and samples to which no reward applies, are left out.
-    rewards: [P,G,R] of all processes, NaN where one does not apply. They are compared in float64: squares and sums of
-        all float32 numbers are finite there.
-    weights: of the R rewards.
+    rewards: [P,G,R] of all processes, NaN where one does not apply, compared in float64, where squares and sums of all
+        float32 numbers are finite. weights: of the R rewards.
     parts: those of this process; `local` selects its rows from those of all.
     """
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
@@ -164,10 +162,9 @@ def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Cont
 
 
 def towards_best(part: Part, advantages: Tensor, tuning: LayerTuning) -> Part:
-    """The part with a goal for each of its transitions, from the best leaf of its group.
-    The goal is the mean that the transition would have with the output v* of the policy on the path to the best leaf,
-    and its weight by `tuning`. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
-    recorded."""
+    """The part, whose means are recorded, with a goal for each of its transitions: the mean that it would have with the
+    output v* of the policy on the path to its group's best leaf, weighted by `tuning`. advantages: [N, G], of leaves.
+    """
     exploration, groups, best = part.exploration, len(advantages), advantages.argmax(1)
     transitions: list[Transitions] = []
     for taken in cast(Any, part.transitions):

@@ -33,13 +33,10 @@ T = TypeVar("T")
 
 def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
                    log: Callable[[str], None], draws_tokens: bool = False) -> T:
-    """work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its
-    beginning; where it draws tokens, `shape.generation_batch` as long as that is not smaller.
-
-    work: leaves nothing behind if it fails. On several processes all fail alike, by `Processes.together`.
-    phase: the name of the phase that failed.
-    Raises UserError at a micro-batch of 1, and with sharded weights or context parallelism, whose processes share every
-    call.
+    """work(), which leaves nothing behind if it fails; each time that memory runs out, halve `shape.micro_batch`, or of
+    what draws tokens `shape.generation_batch` as long as that is not smaller, and repeat it. On several processes all
+    fail alike, by `Processes.together`. phase: the name of the one that failed.
+    Raises UserError at 1 row, and with sharded weights or context parallelism, whose processes share every call.
     """
     while True:
         try:
@@ -121,8 +118,7 @@ def evaluating(trainer: Run, folder: Path, which: str) -> Iterator[None]:
 
 @contextmanager
 def explain_not_finite(trainer: Run, folder: Path) -> Iterator[None]:
-    """Context manager: to the error for samples that are not finite, add its most likely cause and the way on.
-    Raises UserError in place of it."""
+    """Context manager: raise UserError for samples that are not finite, with its likely cause and the way on."""
     try:
         yield
     except NotFinite as error:
@@ -130,8 +126,7 @@ def explain_not_finite(trainer: Run, folder: Path) -> Iterator[None]:
 
 
 def _cause(trainer: Run, folder: Path) -> str:
-    """The cause of samples that are not finite: trained weights first, then those of the model, then the
-    precision."""
+    """The cause of samples that are not finite: first trained weights, then those of the model, then the precision."""
     change = trainer.progress.saved_counters.get("change", 0.0)
     if not change < symptoms.GROWN:
         return (f"training has changed the weights by {change:.1e} times the size of a usual layer, train.lr "
@@ -159,8 +154,7 @@ def require_usable(trainer: Run, folder: Path, change: float) -> None:
 
 
 def _way_back(trainer: Run, folder: Path) -> str:
-    """The advice to go on from the last good checkpoint, or to begin anew. A checkpoint whose weights have grown is set
-    aside."""
+    """Set checkpoints whose weights have grown aside; the advice to go on from the last good one, or to begin anew."""
     trainer.progress.saving.finish_writing()
     places = checkpoints(folder / "checkpoints")
     good = [epoch for epoch, path in places.items() if not checkpoint.is_marked(path, checkpoint.GROWN)]

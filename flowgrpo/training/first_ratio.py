@@ -53,10 +53,9 @@ class FirstRatio:
         """The parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
         In fp32 the run stops above `exact`, or above MARGIN times what half the micro-batch changes, at most MOST:
-        batches of other sizes are summed in another order, and old scores may be of one. Otherwise the limit is a tenth
-        of the clip range (of 1e-4 without a clip).
-        Above it the old log-probabilities are recomputed as the replay computes them, now and in every later epoch. The
-        run stops only if the two still differ, or if they differed by more than rounding can explain.
+        batches of other sizes are summed in another order, and old scores may be of one. Otherwise, above a tenth of
+        the clip range (of 1e-4 without a clip), old log-probabilities are recomputed as the replay does, now and in
+        every later epoch, and the run stops only where that does not help or rounding cannot explain the difference.
         """
         if self.rescore:
             return self._again(parts, conditioning)
@@ -95,8 +94,7 @@ class FirstRatio:
         return parts
 
     def check(self, epoch: Epoch, rollouts: GroupSampler[Any], log: Callable[[str], None]) -> None:
-        """Check the first epoch's parts; give later ones the old scores of their replay where that is needed.
-        rollouts: the present ones. say: prints a line."""
+        """Check the first epoch's parts; give later ones the old scores of their replay where that is needed."""
         self.rollouts = rollouts
         epoch.parts = self(epoch.parts, epoch.sampled or epoch.conditioning, log)
 

@@ -79,9 +79,8 @@ class KLReference:
         self.likelihood = processes.gather(torch.cat(leaves).cpu()).view(-1, group)
 
     def score_all(self, parts: list[Part], processes: Processes) -> None:
-        """Score all parts of an epoch at once if the reference's weights are large, or sharded.
-        Large ones take long to put in place. Of sharded ones all processes have the reference in place until the last
-        one is done with it."""
+        """Score all parts of an epoch at once if the reference's weights are large, which take long to put in place, or
+        sharded, where all processes have the reference in place until the last one is done with it."""
         weights = self.policy.weights
         if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
             with self.policy.reference(self.snapshots), processes.collective():
@@ -152,8 +151,7 @@ class KLReference:
         return {f"{i}/{key}": tensor for i, snapshot in numbered for key, tensor in snapshot.items()}, {}
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
-        """Restore the snapshots of a checkpoint. If the reference keeps some and there are none, it takes the present
-        weights."""
+        """Restore the snapshots of a checkpoint; a reference that keeps some takes the present weights without them."""
         held: dict[str, Snapshot] = {}
         for name, tensor in tensors.items():
             number, _, key = name.partition("/")

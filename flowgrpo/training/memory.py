@@ -49,14 +49,11 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
 
     conditioning: that of one prompt. rewards: bytes of reward models on the device; with `memory.rewards: cpu` they are
     there in rollout and decode alone, as one part is scored while the next is sampled.
-    Phases: encode, rollout, decode, update.
-    The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
-    encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
-    the largest counts.
-    A feature adds what it keeps (`config.features`).
-    Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
-    the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
-    time. Decoding is the peak of a micro-batch.
+    The whole pipeline is in every phase: encode, rollout, decode, update. But offloaded text encoders count only in
+    encode, where a denoiser that makes room for them does not, offloaded recorded states in none, and of offloaded
+    blocks the largest. A feature adds what it keeps (`config.features`).
+    Activations are those that one row's forward keeps for the backward, times the micro-batch; decoding is the peak of
+    one. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a time.
     """
     trained = sum(p.numel() for p in policy.weights.parameters()) * FULL
     held = _weights(policy) | {"trained": trained} | averages(config, policy, trained)

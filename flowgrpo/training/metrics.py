@@ -65,8 +65,7 @@ class TensorBoard:
         self.writer.flush()
 
     def show(self, name: str, samples: Samples, step: int) -> None:
-        """Add an image or an animated GIF for each sample, and a text with the captions, which images have none of
-        here."""
+        """Add an image or an animated GIF for each sample, and a text with the captions, which images lack here."""
         import numpy as np
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -167,8 +166,7 @@ TRACKERS = {made.name: made for made in (TensorBoard, WandB, Trackio)}
 
 
 def check(setup: Setup) -> None:
-    """Raise UserError for a tracker whose package is not installed, or that would prompt for a key without a
-    terminal."""
+    """Raise UserError for a tracker that is not installed, or would prompt for a key without a terminal."""
     name = setup.config.tracker
     if name == "none":
         return
@@ -286,8 +284,8 @@ class Log:
         self.accelerator.log(metrics, step=self.recent[-1]["epoch"])
 
     def report(self, trainer: Trainer) -> None:
-        """Alert to new symptoms, write the report where one is due, and send the best and worst samples to the tracker.
-        Those of the last epoch follow with the samples after training."""
+        """Alert to new symptoms, write the report where one is due, and send the best and worst samples to the tracker,
+        but for those of the last epoch, which follow after training."""
         folder = self.path.parent
         if self.speaks:
             ranges = {name: about(function).range for name, function in trainer.scoring.functions.items()}

@@ -30,12 +30,10 @@ EPS_SHARE = 0.25  # share of the step that AdamW's eps takes, from which on it i
 
 def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduction: Reduction
            ) -> list[tuple[list[Part], Divisor]]:
-    """The parts of each optimizer step on this process, and its divisor over all processes. A step without a trained
-    part is left out.
+    """The parts of each optimizer step on this process, and its divisor over all; steps without a trained part go.
 
-    A part is assigned to a step by its place among the parts of all processes, so their number changes no step. Slices
-    of one part have one place. A part without transitions, whose completions are all left out, has a place where it
-    counts in a divisor.
+    A part is assigned to a step by its place among the parts of all processes, so their number changes no step; slices
+    of one part have one place. A part whose completions are all left out has a place where a divisor counts it.
     """
     if not isinstance(reduction, OfRows):
         parts = [part for part in parts if part.transitions]
@@ -51,8 +49,8 @@ def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduct
 
 def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, total: int | None = None
            ) -> list[list[Part]]:
-    """Distribute `parts` over at most `count` optimizer steps, as evenly as possible.
-    Of `total` parts these have the given places, by default all: part i goes to step i % count."""
+    """Distribute `parts` over at most `count` optimizer steps: part i goes to step i % count. Of `total` parts these
+    have the given places, by default all."""
     places = range(len(parts)) if places is None else places
     steps = min(count, len(parts) if total is None else total)
     return [[part for part, place in zip(parts, places) if place % count == step] for step in range(steps)]
@@ -66,10 +64,8 @@ def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> Divisor:
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter],
                    shares: Mapping[torch.nn.Parameter, float] = MappingProxyType({})) -> torch.optim.Optimizer:
-    """AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861, bitsandbytes).
-    Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
-    shares: of the learning rate; 1 for others.
-    Raises UserError without parameters."""
+    """AdamW over the parameters: in one kernel on CUDA, or with two moments in 8 bits (2110.02861, bitsandbytes) for
+    tensors of 4,096 values or more. shares: of the learning rate; 1 for others. Raises UserError without parameters."""
     if not parameters:
         raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
                         "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
@@ -87,8 +83,7 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter],
 
 @torch.no_grad()
 def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch.Tensor:
-    """Scale gradients, some of which are sharded, so that their norm over all parameters and shards is at most `most`.
-    Returns the norm before, 0-d, equal on all processes."""
+    """`clip_grad_norm_` of gradients of which some are sharded; the norm before, 0-d, is equal on all processes."""
     sharded = [parameter for parameter in parameters if is_shard(parameter)]
     gradients = [[local(parameter.grad) for parameter in parameters
                   if parameter.grad is not None and is_shard(parameter) == kind] for kind in (True, False)]

@@ -51,9 +51,9 @@ Split = tuple[list[Prompt], list[Prompt]]
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
-    """True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder.
-    A run of which all checkpoints are damaged begins anew: a restarted job has to go on. The earlier folder is kept
-    under another name, as that of any earlier run."""
+    """True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder. One of which
+    all checkpoints are damaged begins anew, since a restarted job has to go on; its folder is kept under another name.
+    """
     if asked != AUTO:
         return bool(asked)
     from accelerate.utils import broadcast_object_list
@@ -74,8 +74,8 @@ def _whole(folder: Path) -> bool:
 
 
 def last_whole(config: Config, accelerator: Accelerator) -> Path:
-    """The newest whole checkpoint of the configuration's run: the one that the first process chooses for all.
-    The first process sets damaged ones aside. Raises UserError without one."""
+    """The newest whole checkpoint of the run, as the first process finds it, which sets damaged ones aside. Raises
+    UserError without one."""
     from accelerate.utils import broadcast_object_list
 
     folder, first = config.folder / "checkpoints", accelerator.is_main_process
@@ -280,9 +280,8 @@ def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -
 
 
 def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed: str | None) -> None:
-    """Write the prompts, the hashes of all inputs, and the machine of a run.
-    epoch: the epochs that are done. precision: in words. listed: content of the run's own prompt file; None: it has
-    none."""
+    """Write the prompts, the hashes of all inputs, and the machine of a run, after so many epochs. precision: in words.
+    listed: content of the run's own prompt file; None: it has none."""
     config, folder = setup.config, setup.config.folder
     if listed is not None:
         atomic.write_text(folder / provenance.PROMPTS, listed)

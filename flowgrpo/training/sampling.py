@@ -140,8 +140,7 @@ def columns(trainer: Run, scores: list[torch.Tensor]) -> torch.Tensor:
 
 def group_signals(trainer: Run, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
     """(diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum does
-    not read, and for norms of images.
-    parts: of this process; groups: the number of all."""
+    not read, and for norms of images. parts: of this process; groups: the number of all."""
     curriculum, norms = trainer.method.curriculum, ()
     if getattr(curriculum, "reads_norms", False) and trainer.policy.unit == "tokens":
         olds = [part.transitions[0].old for part in parts]

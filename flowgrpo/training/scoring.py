@@ -132,8 +132,7 @@ class Scoring:
         self._read["epoch"] = None
 
     def start_turn(self, turn: int = 0) -> None:
-        """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
-        """
+        """Start a turn of an epoch, from 0. A repeated start drops the turn's samples."""
         if not turn:
             self._before = {0: (Extremes(list(self.functions)), rewards.Tally(errors=self.errors))}
         elif turn not in self._before:
@@ -171,8 +170,8 @@ class Scoring:
         self._diversities[0] += diversities
 
     def diversities(self, curriculum: Any, groups: int) -> list[float]:
-        """The diversity of every group of the last turn of all processes; none if the curriculum reads none, or groups
-        have none."""
+        """The diversity of every group of the last turn of all processes; none where none is read, or groups have none.
+        """
         if not getattr(curriculum, "reads_diversity", False):
             return []
         last = self._diversities[max(self._diversities)] if self._diversities else []
@@ -180,8 +179,7 @@ class Scoring:
         return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def where_read(self, outputs: Outputs | None, behind: bool) -> Outputs | None:
-        """Outputs where their rewards read them: on their GPU if one does so there and none is behind, else on the CPU.
-        A copy is queued (`put_away`)."""
+        """Outputs where rewards read them: on their GPU if one does and none is behind, else queued for the CPU."""
         if not torch.is_tensor(outputs) or not behind and any(rewards.reads_on(str(outputs.device), function)
                                                               for function in self.functions.values()):
             return outputs
@@ -251,10 +249,9 @@ class Scoring:
         return weighted_sum(self.transform(scores), list(self.weights.values()))
 
     def metrics(self, grouped: torch.Tensor, log: Callable[[str], None]) -> dict[str, float]:
-        """The metrics of scores [groups,G,R].
+        """The metrics of scores [groups,G,R], in the first granularity.
         Per reward, before its transforms: mean, deviation and number of failures. After them: the share, of the groups
-        it applies to, whose samples all score the same. In several granularities, those of the first, the whole grid,
-        are reported."""
+        it applies to, whose samples all score the same."""
         metrics: dict[str, Any] = {}
         failed, weights = self._take_failures(log), self.weights
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.transform(grouped).unbind(-1)):
@@ -290,8 +287,7 @@ class Scoring:
         self._unscored = True
 
     def _take_failures(self, log: Callable[[str], None]) -> dict[str, int]:
-        """Report and count the samples on which each reward failed in this epoch, on all processes, and add them
-        up."""
+        """Report, count and add up the samples on which each reward failed in this epoch, on all processes."""
         tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}

@@ -77,8 +77,7 @@ def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
 
 
 def save(trainer: Run, folder: Path, wait: bool = True) -> None:
-    """Write a checkpoint of everything, as of the end of the last whole epoch, unless weights are not finite.
-    The first process writes it, and every process the shards that it holds.
+    """Write a checkpoint as of the end of the last whole epoch: the first process, and each the shards that it holds.
     wait: until all processes are here; without them, sharded weights cannot be saved, and nothing is written.
     Raises UserError for weights that are not finite on any process."""
     require_finite(trainer, wait)
@@ -195,9 +194,8 @@ def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:
 
 
 def room(trainer: Run) -> int:
-    """The bytes that a run's checkpoints will take in addition to the present ones.
-    They hold weights, averages and snapshots of them, and the optimizer's state, for `keep` checkpoints and one that is
-    being written."""
+    """The bytes that a run's checkpoints will take in addition to the present ones: weights, averages and snapshots of
+    them, and the optimizer's state, for `keep` checkpoints and one that is being written."""
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     averages = (trainer.optimization.ema is not None) + (trainer.progress.best.best.reward is not None)
@@ -210,8 +208,8 @@ def room(trainer: Run) -> int:
 
 
 def restore(trainer: Run, folder: Path) -> None:
-    """Load the state of a checkpoint that is whole, as `checkpoint.newest_whole` returns it.
-    Raises UserError if it is of other weights, or its state does not fit the run."""
+    """Load the state of a whole checkpoint (`checkpoint.newest_whole`). Raises UserError if it is of other weights, or
+    its state does not fit the run."""
     try:
         _restore(trainer, folder)
     except (UserError, torch.OutOfMemoryError):

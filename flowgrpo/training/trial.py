@@ -43,11 +43,8 @@ REAL = 8  # prompts, at most, for which real samples are drawn where no trial sa
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Input of one reward's trial.
-
-    outputs, latents: as of `rewards.score`, of `prompts`.
-    group: their group size. policy: the model that is trained.
-    """
+    """Input of one reward's trial: outputs and latents as of `rewards.score`, of `prompts` in groups of size `group`.
+    policy: the model that is trained."""
 
     name: str
     reward: Composed
@@ -255,8 +252,8 @@ def _unseen(policy: Policy) -> Iterator[None]:
 
 
 def _require_real_scores(trainer: Run) -> None:
-    """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all.
-    The first epoch would report the same. With several processes, which would all have to draw, it is left to that."""
+    """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all. With
+    several processes, which would all have to draw, it is left to the first epoch, which reports the same."""
     if trainer.processes.count * trainer.processes.members > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions

@@ -39,8 +39,7 @@ class NamedArguments:
 
 
 def wrong_numbers(config: Any, ranges: Mapping[str, Range | int]) -> Iterator[str]:
-    """Yield what is wrong of fields that are not in their range, or no integers of the least. None is in every range.
-    """
+    """Yield what is wrong of fields that are not None, not in their range, or no integers of the least."""
     for name, taken in ranges.items():
         value, whole = getattr(config, name), isinstance(taken, int)
         number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)

@@ -1,9 +1,8 @@
 """Comparison of an engine with the pipeline: its samples, replayed, and what a difference comes from.
 
 Each row is one way to draw and to replay: the precision of the pipeline, the samples of a request, and the LoRA. Its
-numbers are the largest |log ratio| of every step. A first-ratio check takes a tenth of a run's clip range, in the unit
-of its method's log-ratio. So ten times the largest of each kind is the smallest clip range that the engine allows
-without rescoring.
+numbers are the largest |log ratio| of every step. A first-ratio check takes a tenth of a run's clip range: ten times
+the largest of a method's kind is the smallest clip range that the engine allows without rescoring.
 """
 
 from __future__ import annotations

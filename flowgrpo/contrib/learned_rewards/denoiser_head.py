@@ -84,11 +84,11 @@ def error(policy: PipelinePolicy, latents: Tensor, conditioning: Conditioning, t
 @torch.no_grad()
 def states(policy: PipelinePolicy, latents: Tensor, conditioning: Conditioning, bare: Conditioning | None = None
            ) -> Tensor:
-    """Features [B, F] in float32, on the CPU, by the weights that are in place.
+    """Features [B, F] of clean latents [B,*D], in float32 on the CPU, by the weights that are in place.
 
-    latents: clean, [B,*D]; conditioning: of their B prompts. bare: as `without_prompts`. The last EVIDENCE features
-    are then the logarithms of the error at TIME, of that at LATE, and of the error at LATE without the prompt over that
-    with it: the evidence of a diffusion classifier (2303.16203, 2303.15233) that the image shows its prompt.
+    bare: as `without_prompts`. The last EVIDENCE features are then the logarithms of the error at TIME, of that at
+    LATE, and of the error at LATE without the prompt over that with it: the evidence of a diffusion classifier
+    (2303.16203, 2303.15233) that the image shows its prompt.
     """
     count = len(latents)
     with record_states(blocks([*policy.denoisers.values()])) as rows:
@@ -111,8 +111,8 @@ def without_prompts(conditioning: Conditioning, empty: Conditioning) -> Conditio
 class DenoiserHead(nn.Module):
     """Linear score of a frozen pipeline's features: (features - mean) / scale @ weight.
 
-    policy: of the pipeline; None for a head that is only written. width: F. evidence: errors are among the features.
-    sees: a reward whose score is the last feature.
+    policy: None for a head that is only written. width: F. evidence: errors are among the features. sees: a reward
+    whose score is the last feature.
     """
 
     mean: Tensor
@@ -154,10 +154,7 @@ class DenoiserHead(nn.Module):
 
 
 def frozen_policy(model: str, call: dict[str, Any], device: str | torch.device) -> PipelinePolicy:
-    """Policy of a pipeline that is not trained, in fp32 on a CPU and bf16 elsewhere.
-
-    model: its folder or hub id. call: arguments of its calls.
-    """
+    """Policy of a pipeline that is not trained, in fp32 on a CPU and bf16 elsewhere. call: arguments of its calls."""
     from flowgrpo.config.schema import Config
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

@@ -61,8 +61,7 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> Description:
-        """Read a folder's `reward.json`.
-        Raises UserError for a file not written by `flowgrpo reward train`."""
+        """Read a folder's `reward.json`. Raises UserError for a file not written by `flowgrpo reward train`."""
         with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo reward train` wrote"):
             record = json.loads((folder / FILE).read_text(encoding="utf-8"))
             if record.pop("form") != FORM:
@@ -141,8 +140,7 @@ class TextPreference(Preference):
 
 
 def reward_factory(folder: Path, aspect: str | None) -> partial[Preference]:
-    """Reward of a folder, or of one of its aspects, not yet instantiated.
-    Raises UserError for an unknown aspect."""
+    """Reward of a folder, or of one of its aspects, to be made. Raises UserError for an unknown aspect."""
     known = Description.read(folder)
     _weights(str(folder), known, aspect, None)
     options: dict[str, Any] = {} if aspect is None else {"aspect": aspect}
@@ -176,8 +174,7 @@ def save(folder: Path, network: Network, known: Description) -> None:
 
 
 def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Network:
-    """Load the network of a folder with its weights.
-    Raises UserError if it is unreadable or does not fit."""
+    """Load the network of a folder. Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
         if known.network["kind"] == "film":
             network: Network = build_film(folder, len(known.aspects), known.network["size"])

@@ -102,10 +102,8 @@ class Modulated(nn.Module):
 
 
 class ClipHead(nn.Module):
-    """Head on the embeddings of a frozen CLIP model: image, prompt, and their product, through one hidden layer.
-
-    clip: model and tokenizer of open_clip as in `ClipScore`, on their device. aspects: A.
-    """
+    """Head on the embeddings of a frozen CLIP model: image, prompt, and their product, through one hidden layer, to
+    scores of A aspects."""
 
     def __init__(self, clip: ClipScore, aspects: int) -> None:
         super().__init__()
@@ -133,11 +131,8 @@ class ClipHead(nn.Module):
 
 
 def with_text(source: str, aspects: int, size: int) -> Film:
-    """Build a fresh Film network with the text encoder of a starter, or of a pipeline's folder or hub id.
-
-    Initialised by torch's global seed.
-    Raises UserError if text encoder or tokenizer are unavailable.
-    """
+    """Build a fresh Film network, by torch's global seed, with the text encoder of a starter, or of a pipeline's folder
+    or hub id. Raises UserError if it is unavailable."""
     from transformers import AutoTokenizer
 
     place = str(FOLDERS.get(source, source))

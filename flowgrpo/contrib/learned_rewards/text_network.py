@@ -83,11 +83,8 @@ class TextHead(nn.Module):
 
 
 def on_model(source: str, aspects: int, frozen: bool) -> TextHead:
-    """Build a fresh network on a causal language model: `starter_text`, a folder or a hub id.
-
-    Initialised by torch's global seed.
-    Raises UserError if the model or its tokenizer are unavailable.
-    """
+    """Build a fresh network, by torch's global seed, on a causal language model: `starter_text`, a folder or a hub id.
+    Raises UserError if it is unavailable."""
     from transformers import AutoModel, AutoTokenizer
 
     place = str(FOLDERS.get(source, source))

@@ -2,12 +2,11 @@
 (2505.23380).
 
 Here another model answers and is not trained: InstructBLIP, as in `vqascore`, one behind a judge's endpoint, or a
-small pretrained network. In `self_answers.py` the model that draws answers, and learns both. The questions are the
-prompt's own (`questions.py`).
+small network; in `self_answers.py` the model that draws. The questions are the prompt's own (`questions.py`).
 
 A small network is a folder of the form that `flowgrpo reward train` writes. Its aspects are the answers that it knows,
-and its text input is the question. P(answer) is the softmax of its scores over the choices; for yes and no it is
-sigmoid(yes - no). `scripts/build/train_starter_answers.py` trains one.
+and its text input is the question. P(answer) is the softmax of its scores over the choices.
+`scripts/build/train_starter_answers.py` trains one.
 """
 
 from __future__ import annotations

@@ -125,9 +125,8 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 
 def of_claims(claims: Claims) -> list[Question]:
-    """Questions of a prompt of the starter's world, where an image may show only what its prompt says. All things are
-    counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a ring is there
-    would get the same answer for one and for three."""
+    """Questions of a prompt of the starter's world, where an image may show only what its prompt says. All things and
+    every claimed shape are counted: "is there a ring" has one answer for one and for three."""
     include: list[dict[str, Any]] = [{"class": claim.shape, "count": claim.count, "color": claim.colour}
                                      for claim in claims.objects]
     if claims.relation:

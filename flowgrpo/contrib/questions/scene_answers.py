@@ -1,8 +1,8 @@
 """Every question about an image of the starter's world, and its right answer for the objects that are there.
 
-The questions are those of `flowgrpo.contrib.questions.questions`, of any claims, and besides "Is there a red ring in
-the image?" and "Is the ring above the cross?". A question that supposes what is not so, such as for the colour of a
-star where there is none, or are two of different colours, has no right answer.
+The questions are those of `questions.of_claims`, of any claims, and besides "Is there a red ring in the picture?" and
+"Is the ring above the cross?". One that supposes what is not so, such as for the colour of a star where there is none,
+has no right answer.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 The dimension of a prompt is its metadata's `category`. Colour, shape and texture: BLIP-VQA is asked for each noun
 phrase ("a red book?"); the score is the product of the probabilities of "yes". Spatial: boxes of both objects.
 Numeracy: boxes of each counted object. Non-spatial: the cosine of CLIP ViT-B/32. Complex: the mean of attributes with
-places, or with actions, or with both. Boxes are OWLv2's or another detector's. The release has UniDet,
-with whose scores they are not comparable.
-
-BLIP-VQA (2201.12086) is asked as T2I-CompBench asks it; OWLv2 (2306.09683) detects objects that are named in words.
+places, or with actions, or with both. BLIP-VQA (2201.12086) is asked as in the release. Boxes are OWLv2's (2306.09683),
+which detects objects that are named in words, or another detector's: not comparable with the release's UniDet.
 """
 
 from __future__ import annotations
@@ -270,11 +268,8 @@ class T2ICompBench:
 
 
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Judgements of which a prompt's score is the mean.
-
-    A complex prompt without a word of place has an action; one with a place has an action besides if its metadata's
-    `action` is true.
-    """
+    """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if its
+    metadata's `action` is true."""
     if dimension in ATTRIBUTES:
         return ("attributes",)
     if dimension == "complex":

@@ -21,7 +21,7 @@ class Drawn:
 
     batch: its prompts on all processes; prompts: those of this one.
     at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
-    older: of partial rollouts, the number of tokens that went before those weights' updates, and of all.
+    older: of partial rollouts, as of `partial_rollouts.older`.
     conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
     pending: the futures of the scores of every part, one per granularity.
     """

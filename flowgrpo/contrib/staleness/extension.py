@@ -1,13 +1,10 @@
 """Epochs that are drawn ahead of their update: asynchronous rewards with bounded staleness (AReaL, 2505.24298).
 
-With `train.staleness` N, epoch k + N is sampled before the update of epoch k. A thread computes the rewards of epochs k
-+ 1 to k + N meanwhile. An epoch is therefore trained by weights that are at most N epochs newer than those that drew
-it, for which the loss is decoupled (`behaviour_weights`). So is that of partial rollouts (`partial_rollouts`), whose
-groups have tokens of several epochs' weights.
-
-The decoupled loss is (pi_prox / pi_behaviour) * clipped(pi / pi_prox): the proximal policy is the one before the
-update, around which the surrogate clips, and the behaviour policy is the one that drew the decision (AReaL,
-2505.24298).
+With `train.staleness` N, epoch k + N is sampled before the update of epoch k, while a thread computes the rewards of
+epochs k + 1 to k + N. So an epoch is trained by weights that are at most N epochs newer than those that drew it. Groups
+of partial rollouts (`partial_rollouts`) have tokens of several epochs' weights. The loss of both is decoupled:
+(pi_prox / pi_behaviour) * clipped(pi / pi_prox). The proximal policy is the one before the update, around which the
+surrogate clips, and the behaviour policy is the one that drew the decision (`behaviour_weights`).
 """
 
 from __future__ import annotations
@@ -56,10 +53,9 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
 
 
 def behaviour_weights(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Weight pi_prox / pi_behaviour [B, N] of every decision, without a gradient.
+    """Weight pi_prox / pi_behaviour [B, N] of decisions, without a gradient: 0 above the cap, 1 where mask is false.
 
-    It is 0 above the cap and 1 where mask is false. log_ratio: [B, N], the method's log-ratio of the proximal policy to
-    the behaviour policy. mask: bool [B, N].
+    log_ratio: [B, N], the method's, of the proximal policy to the behaviour policy.
     """
     excess = log_ratio.detach().masked_fill(~mask, 0.0)
     return excess.exp().masked_fill(excess > math.log(cap), 0.0)
@@ -138,10 +134,8 @@ class Staleness(Extension):
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def draw_epoch(self) -> Epoch:
-        """Draw epochs as far ahead as the bound allows, and wait for the rewards of the present one.
-
-        Raises the error of a reward of any epoch that is drawn.
-        """
+        """Draw epochs as far ahead as the bound allows, and wait for the rewards of the present one. Raises the error
+        of a reward of any epoch that is drawn."""
         run, epochs, every = self.run, self.run.config.train.epochs, self.run.config.eval.every
         if self.ranks is not None:
             with run.clock("rollout"), run.processes.collective():
@@ -251,9 +245,8 @@ class Staleness(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Staleness of the present epoch.
+        """Age of the present epoch's weights in epochs, mean weight of its decisions, and the share above the cap.
 
-        The age of its weights in epochs, and the mean weight of its decisions and the share of them above the cap.
         Of partial rollouts: the share of trained tokens older than their epoch's draw, and the number of groups that
         go on. With processes that only sample: the bytes that they sent and received.
         """
@@ -279,11 +272,8 @@ class Staleness(Extension):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Epochs that were drawn at the end of the last whole epoch, for a checkpoint.
-
-        Their samples and outputs are stored, their scores are computed again after a resume. Of several processes each
-        has its own samples, and nothing is stored: a resumed run samples these epochs anew, by its present weights.
-        """
+        """Samples and outputs of the epochs that were drawn at the end of the last whole one; their scores are computed
+        again. Of several processes, each with samples of its own, nothing is stored: a resumed run samples anew."""
         if self.ranks is not None:
             return self.ranks.state()
         if self.run.processes.count > 1:
@@ -360,10 +350,8 @@ class Rescored(Extension):
 
 
 def decouple_part(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:
-    """Part that older weights drew, whose old scores are those of its replay, the proximal policy's.
-
-    Its decisions are weighted by `behaviour_weights`, times the correction that they have.
-    """
+    """Part that older weights drew, whose old scores are those of its replay, the proximal policy's. Its decisions are
+    weighted by `behaviour_weights`, times the correction that they have."""
     weights = [torch.ones_like(taken.old.logp, dtype=torch.float32) for taken in part.transitions]
 
     def weigh_rows() -> Iterator[tuple[int, slice, Scored]]:

@@ -29,11 +29,8 @@ class Waiting:
 
 
 class Pool:
-    """Groups of a `train.Trainer` that are begun.
-
-    They are those of the epochs of a run without over-provision, in their order, with the same seeds. asked: the number
-    of such epochs whose prompts were drawn; fresh: of their groups, those that are not begun: (prompt, seeds).
-    """
+    """Groups of a run that are begun: those of the epochs of a run without over-provision, in their order, with the
+    same seeds. asked: the number of such epochs whose prompts were drawn; fresh: their groups that are not begun."""
 
     def __init__(self, run: Run):
         self.run, keys = run, PartialRolloutKeys.read(run.config)
@@ -45,9 +42,7 @@ class Pool:
 
     def draw(self, epoch: int) -> list[Waiting]:
         """Draw tokens until an epoch's number of groups are whole, and return the oldest of these; the others wait.
-
-        Nothing changes if it raises.
-        """
+        Nothing changes if it raises."""
         run, train = self.run, self.run.config.train
         fresh, asked, waiting = [*self.fresh], self.asked, [*self.groups]
         missing = max(min(train.prompts + self.extra, train.prompts * (train.epochs - epoch)) - len(waiting), 0)
@@ -97,7 +92,7 @@ class Pool:
 
 
 def older(whole: list[Waiting], version: int) -> tuple[int, int]:
-    """Number of tokens of groups that older weights than `version` drew, and the number of all."""
+    """Number of tokens of groups that older weights than `version` drew, and of all."""
     drawn = [of.group.versions[of.group.token_mask] for of in whole]
     return sum(int((versions < version).sum()) for versions in drawn), sum(len(versions) for versions in drawn)
 

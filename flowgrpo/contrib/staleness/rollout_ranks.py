@@ -71,10 +71,8 @@ def rollout_ranks(config: Config, processes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """Trained weights that an epoch is drawn by: those after `epoch` epochs, fp32 [n] on the CPU.
-
-    update: optimizer updates so far; memory: the run's, which curricula read.
-    """
+    """Trained weights that an epoch is drawn by: those after `epoch` epochs, fp32 [n] on the CPU. update: optimizer
+    updates so far; memory: the run's, which curricula read."""
 
     epoch: int
     update: int
@@ -98,11 +96,8 @@ class Version:
 
 
 class RolloutRanks:
-    """Traffic between both sides.
-
-    kept: versions by which epochs may still be drawn, oldest first. weight_bytes, sample_bytes: those that the present
-    epoch has sent to all that sample, and received here.
-    """
+    """Traffic between both sides. kept: versions by which epochs may still be drawn, oldest first. weight_bytes: that
+    the present epoch has sent to all that sample; sample_bytes: that it has received here."""
 
     def __init__(self, run: Run, side: Side, bound: int):
         self.run, self.side, self.bound = run, side, bound

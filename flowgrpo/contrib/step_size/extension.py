@@ -4,9 +4,8 @@ The first updates of a run are measured. Adam's direction does not depend on the
 by scaling the change of the weights: no sample and no gradient is lost, and the optimizer's moments stay as they are.
 Then the mean factor of the second half of these updates is kept, and the schedule goes on.
 
-`step_factor` sizes a step. Its signal s is linear in a small step. Rounding adds a floor f that is independent of what
-was learned and hardly depends on the step, so that what is read is sqrt(s^2 + f^2). Therefore a step is read at several
-times its size.
+`step_factor` sizes a step. Its signal s is linear in a small step. Rounding adds a floor f that hardly depends on the
+step, so that what is read is sqrt(s^2 + f^2): a step is read at several times its size.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def step_factor(signal: Measure, target: float, most: float = math.inf, known: f
     """Factor of a step with which its signal is the target, and this signal.
 
     A factor is scaled by what its signal lacks until the target is between the signals of two factors; then it is
-    interpolated, since a signal that grows with the square of the step would jump from one side to the other for ever.
-
+    interpolated, since a signal that grows with the square of the step would jump from side to side for ever.
     most: bound of the factor. known: the signal of the step as it is.
     """
     factor, found = 1.0, signal(1.0) if known is None else known
@@ -91,10 +89,9 @@ def _crossing(below: tuple[float, float], above: tuple[float, float], target: fl
 class Calibration:
     """State of a calibration. target: of the signal, at the whole rate. reach: factor at which a step is read.
 
-    scale: factor of the learning rate so far, from the one it began with. floor: of rounding, in the last update; None
-    before the first one. done: updates that were measured. moved: the signal of the last one, over what the schedule
-    leaves of the rate. scales: behind the second half of the updates; their geometric mean is kept, since one reading
-    is noisy.
+    scale: factor of the learning rate so far. floor: of rounding, in the last update; None before the first one. done:
+    updates that were measured. moved: the signal of the last one, over what the schedule leaves of the rate. scales:
+    behind the second half of the updates; their geometric mean is kept, since one reading is noisy.
     """
 
     target: float
@@ -112,7 +109,7 @@ class Calibration:
 
     @property
     def highest_floor(self) -> float:
-        """Floor above which a reading is rounding for a good part: half of what is read of the target."""
+        """Half of what is read of the target: above it a reading is rounding for a good part."""
         return self.target * self.reach / 2
 
     def __call__(self, measure: Measure, left: float, rate: float) -> float:
@@ -155,12 +152,8 @@ STATES, COMPLETIONS = 12, 64  # that are replayed: of few completions, a few rar
 
 
 class StepSize(Extension):
-    """Learning rate that the first updates find.
-
-    calibration: its state. states: number of decisions that are replayed. kind: class of the signal.
-    signal: of the present epoch, whose first update is `first`; reading: of its decisions under the weights before the
-    next step. before: those weights.
-    """
+    """Learning rate that the first updates find. states: number of decisions that are replayed. signal: of the present
+    epoch, whose first update is `first`; reading: of its decisions under `before`, the weights before the next step."""
 
     name = "step_size"
 

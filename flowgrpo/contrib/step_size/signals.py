@@ -1,7 +1,7 @@
 """Signals of an optimizer step: how far it moves what the policy samples.
 
-Two readings of a few recorded decisions, under the weights before a step and behind it, give one number. It is linear
-in the step while the step is small.
+Two readings of a few recorded decisions, under the weights before a step and behind it, give one number, which is
+linear in a small step.
 
 Of a signal `name` is printed; `reach` is the factor by which a step is larger when it is read: the signal is still
 linear there, and rounding, which is of one size, matters less. `read` replays its decisions under the present weights;
@@ -28,10 +28,7 @@ LARGEST = 20.0  # |log ratio| of a token from which on it is cut: its exponentia
 
 
 def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
-    """Places of `count` rows among tables of these sizes, evenly spread over all: int64, one tensor each.
-
-    A table may get none. All rows are taken if there are fewer.
-    """
+    """Places of `count` rows, or of all, evenly spread over tables of these sizes: int64, one tensor each."""
     total = sum(sizes)
     chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long() if total else \
         torch.empty(0, dtype=torch.int64)
@@ -49,11 +46,10 @@ def relative(before: Reading, after: Reading) -> list[float]:
 
 
 def divergence(before: Reading, after: Reading) -> list[float]:
-    """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, which
-    are 0 elsewhere.
+    """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, 0 elsewhere.
 
-    KL(before || after) of a token is estimated by exp(d) - 1 - d, with d the change of its log-probability (Schulman's
-    k3). A completion's is the sum over its tokens.
+    KL(before || after) is estimated by the sum of exp(d) - 1 - d over tokens, d the change of the log-probability
+    (Schulman's k3).
     """
     total, rows = 0.0, 0
     for old, new in zip(before, after, strict=True):

@@ -5,8 +5,7 @@ softmax(s): Plackett-Luce, of two images Bradley-Terry. A taste may change: w ha
 w <- a w + sqrt(1 - a^2) N(0, v) at each vote, with a^h = 1/2 after h votes. A vote updates mean and covariance of w by
 Laplace's approximation (an iterated Kalman filter). Several v and h, on each block of the features and on all of them,
 are tried as experts. Each predicts a vote before it learns from it; the mixture trusts an expert by these predictions,
-with a fixed share for all (Herbster and Warmuth, 1998). So neither the ridge 1 / v nor the discount a is chosen by
-looking at the votes twice.
+with a fixed share for all (Herbster and Warmuth, 1998). So neither v nor a is chosen by looking at the votes twice.
 
 Evidence. A gambler begins with 1 and stakes all of it on each vote by the mixture's probabilities q; if one of k images
 is chosen, the capital becomes k q(chosen) times as much. Images are shown in random places. So whoever chooses without
@@ -38,10 +37,7 @@ Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the images sh
 
 
 def observe(features: Tensor, vote: Vote) -> Seen | None:
-    """Features of the shown images and the vote's target; None for a skipped vote.
-
-    features: [n, F] of all images of the question.
-    """
+    """Features of the shown images, of [n, F] of the question's, and the vote's target; None for a skipped vote."""
     return None if vote.target is None else (features[list(vote.shown)], vote.target)
 
 
@@ -58,8 +54,8 @@ class Head:
 
 
 def spread(questions: Tensor, blocks: Sequence[int]) -> Tensor:
-    """The scale [F] of features [Q, n, F]: divided by it, the variance within a question, summed over a block,
-    is 1; inf for a constant feature."""
+    """The scale [F] of features [Q, n, F]: divided by it, a block's variance within a question is 1 in all; inf for a
+    constant feature."""
     features = questions.double()
     deviation = features.var(1).mean(0).sqrt()
     known = deviation > 1e-8 * features.abs().amax((0, 1)).clamp(min=1e-30)
@@ -102,8 +98,7 @@ class Belief:
         return self.evidence >= 1 / CHANCE
 
     def learn(self, votes: Sequence[Seen]) -> tuple[int, int]:
-        """Predict votes and learn from them, one by one; return how many of the decided ones were predicted, and their
-        number."""
+        """Predict votes and learn from them, one by one; return how many of the decided ones were right, and all."""
         scaled = [features.double() / self.scale for features, _ in votes]
         rows = [features - features.mean(0) for features in scaled]
         if rows:
@@ -133,8 +128,8 @@ class Belief:
                                            for number, basis in enumerate(self.bases)]))
 
     def _look(self, rows: Tensor) -> None:
-        """Add the directions of rows [N, F] that are new, up to DIRECTIONS of a block. Earlier predictions stay as
-        they were: of a new direction no vote so far has said anything."""
+        """Add the directions of rows [N, F] that are new, up to DIRECTIONS of a block; no vote so far has said anything
+        of these."""
         for number, part in enumerate(rows.split(self.blocks, 1)):
             basis = self.bases[number]
             for _ in range(2):  # twice: the first leaves rounding

@@ -2,9 +2,8 @@
 
 Batch b of questions is a few epochs long. The first of them waits for the votes on the batch and fits the head to all
 votes so far. Each of them draws fresh samples by the present weights, the head scores these, and the weights learn from
-the scores: votes are few and each trains the head for good, samples are many and each trains the weights once. Until
-there is evidence of a taste all samples have the same reward. Batch b + 1 is drawn before batch b is learned, so that
-the user votes on it meanwhile. What the run trains depends on the votes alone, never on their times.
+the scores. Until there is evidence of a taste all samples have the same reward. Batch b + 1 is drawn before batch b is
+learned, so that the user votes on it meanwhile. What the run trains depends on the votes alone, never on their times.
 """
 
 from __future__ import annotations
@@ -92,10 +91,7 @@ class Taste:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Batch of questions that is drawn and waits for its votes.
-
-    prompts: of its questions. checks: prompts of its checks.
-    """
+    """Batch of questions that is drawn and waits for its votes: the prompts of its questions, and of its checks."""
 
     batch: int
     prompts: list[str]
@@ -103,8 +99,8 @@ class Drawn:
 
 
 def head_rewards(head: Head, features: Tensor) -> Tensor:
-    """The rewards [P, G] of samples, float32: the head's scores less their group's mean, in deviations of the
-    batch. features: [P, G, F]."""
+    """The rewards [P, G] of features [P, G, F], float32: the head's scores less their group's mean, in deviations of
+    the batch."""
     scores = head(features.flatten(0, 1)).view(features.shape[:2])
     scores = scores - scores.mean(1, keepdim=True)
     spread = scores.square().mean().sqrt()
@@ -126,7 +122,7 @@ def read_features(folder: Path, batch: int) -> Tensor:
 
 
 def read_observations(folder: Path, log: VoteLog, batch: int) -> list[Seen]:
-    """Observations from the votes on a batch. The features are read from the run's folder."""
+    """Observations from the votes on a batch."""
     if not (votes := log.in_batch(batch)):
         return []
     features = read_features(folder, batch)
@@ -179,10 +175,8 @@ class VotedEpochs(Extension):
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def draw_epoch(self) -> Epoch:
-        """Draw samples and score them by the head; in the first round of a batch after its votes have come.
-
-        Raises Stopped if the session ends before they have.
-        """
+        """Draw samples and score them by the head; in the first round of a batch after its votes have come. Raises
+        Stopped if the session ends before they have."""
         run = self.run
         batch, turn = divmod(run.epoch, self.taste.rounds)
         for drawn in self.unasked:
@@ -248,8 +242,7 @@ class VotedEpochs(Extension):
 
     def _sample_parts(self, prompts: list[Prompt], epoch: int, turn: int = 0
                       ) -> Iterator[tuple[Encoded, Part, Tensor, Tensor | None]]:
-        """Yield parts with their conditioning, features [rows, F] and images; turn 0 decodes none, and has features
-        where they are read."""
+        """Yield parts with their conditioning, features [rows, F] and images; turn 0 has these where they are read."""
         run, scoring, policy = self.run, self.run.scoring, cast(Any, self.run.policy)
         scoring.start_epoch(epoch, run.config.train.epochs, run.memory)
         scoring.start_turn()
@@ -330,8 +323,7 @@ class VotedEpochs(Extension):
                         for place, text in enumerate(drawn.prompts)]
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """The number of votes that taught the head, its evidence, and the share of the last batch that it
-        foretold."""
+        """Votes that taught the head, its evidence, and the share of the last batch that it foretold."""
         self.voter.tell(updates=self.run.optimization.update)
         return self.metrics
 

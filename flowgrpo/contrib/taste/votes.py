@@ -19,11 +19,8 @@ TIE, SKIP = "tie", "skip"
 
 @dataclass(frozen=True)
 class Question:
-    """Images of one prompt, of which the user chooses the best.
-
-    batch, place: its number. check: the images are the base's and the present model's, from the same noise, and no
-    training reads the vote.
-    """
+    """Images of one prompt, of which the user chooses the best. batch, place: its number. check: the images are the
+    base's and the present model's, and no training reads the vote."""
 
     batch: int
     place: int
@@ -39,8 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Vote:
-    """Vote on a question. shown: places of the images that were shown. choice: the place of the best of them, TIE
-    or SKIP."""
+    """Vote on a question. shown: places of the shown images. choice: the place of the best of them, TIE or SKIP."""
 
     shown: tuple[int, ...]
     choice: int | str
@@ -101,10 +97,8 @@ class VoteLog:
                 if name in self.votes and question.batch == batch and not question.check}
 
     def write_pairs(self, file: Path) -> int:
-        """Write the votes as a file of pairs, and return their number: the best of four makes three pairs.
-
-        Skipped questions and ties of four are left out.
-        """
+        """Write the votes as a file of pairs, and return their number: the best of four makes three pairs, ties of four
+        and skipped questions none."""
         rows = [row for name, vote in self.votes.items() for row in _rows(self.questions[name], vote, file.parent)]
         atomic.write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return len(rows)

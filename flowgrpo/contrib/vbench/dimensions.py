@@ -1,10 +1,9 @@
 """VBench (Huang et al. 2023, 2311.17982): three dimensions without its package, which need a formula and one network,
 and all 16 by the package.
 
-Flickering: 1 minus the mean absolute difference of neighbouring frames. Consistency: the mean cosine of a frame's
-features with those of the frame before it and of the first one. Negative cosines count as 0. The features are those of
-DINO ViT-B/16 for the subject, of CLIP ViT-B/32 for the background. All three reward clips that stand still: train them
-beside a reward of motion.
+Consistency is the mean cosine, 0 at least, of a frame's features with those of the frame before it and of the first
+one: of DINO ViT-B/16 for the subject, of CLIP ViT-B/32 for the background. All three reward clips that stand still:
+train them beside a reward of motion.
 
 The package pins transformers 4.33 and numpy below 2, so that it seldom fits into flowgrpo's environment. It runs in a
 process of its own, by the interpreter that `python` names, on videos in a temporary folder.

@@ -24,8 +24,7 @@ from flowgrpo.evaluation.statistics import interval, method_of
 
 def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
              base: torch.Tensor | Sequence[str] | None = None, fps: float | None = None) -> torch.Tensor:
-    """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line. fps: frames
-    per second of clips."""
+    """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     columns = [torch.empty(len(texts), 0)]
     images = cast("torch.Tensor | None", base)  # a reward that reads the base is one of images

@@ -70,8 +70,7 @@ def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:
-    """Write a PNG with a panel per reward, at most PANELS side by side; dashed lines mark the base, 0, and the tuned
-    model, 1."""
+    """Write a PNG with a panel per reward; dashed lines mark the base, 0, and the tuned model, 1."""
     across = min(len(curves), PANELS)
     down = -(-len(curves) // across)
     with figure_style() as pyplot:

@@ -33,10 +33,8 @@ class Source(NamedTuple):
 
 
 def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
-    """A prompt's images and videos, in order, as upright RGB. A file that cannot be read any more is left out.
-
-    frames: number of frames of a source video; None: all.
-    """
+    """A prompt's images and videos, in order, as upright RGB, but for files that cannot be read any more. frames: of a
+    source video; None: all."""
     import torch
     from torchvision.transforms.functional import to_tensor
 

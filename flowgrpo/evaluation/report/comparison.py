@@ -51,10 +51,8 @@ class Compared:
 
 
 def write(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page of several runs; return its path, without `output` beside the first run.
-
-    Raises UserError for a folder that is no run, and for one that is given twice.
-    """
+    """Write the page of several runs to `output`, or beside the first; return its path. Raises UserError for a folder
+    that is no run or is given twice."""
     folders = [run_of(run).resolve() for run in runs]
     if len(set(folders)) < len(folders):
         raise UserError(f"{' '.join(map(str, runs))}: one run is given twice, expected different ones")

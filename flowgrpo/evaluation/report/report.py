@@ -46,8 +46,7 @@ def during(trainer: Trainer, run: Path) -> bool:
 
 
 def write(run: Path) -> Path:
-    """Write `report.html` into a run's folder; returns its path.
-    Raises UserError for a folder that is not a run."""
+    """Write `report.html` into a run's folder; returns its path. Raises UserError for a folder that is not a run."""
     with require_format(run):  # NaN has no form in the page
         text = page(data(run))
     atomic.write_text(run / FILE, text)
@@ -55,8 +54,7 @@ def write(run: Path) -> Path:
 
 
 def page(content: dict[str, Any], live: bool = False) -> str:
-    """HTML of a report's data, whose policy knows its one script by its hash. live: the page asks its server for newer
-    data."""
+    """HTML of a report's data, whose policy knows its one script by its hash. live: it asks its server for newer."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = hashlib.sha256(template.partition("<script>")[2].partition("</script>")[0].encode()).digest()
     filled = {"TITLE": html.escape(content["title"]), "DATA": embed(content), "LIVE": " data-live" if live else "",
@@ -73,8 +71,7 @@ def embed(content: dict[str, Any]) -> str:
 
 
 def data(run: Path) -> dict[str, Any]:
-    """All data of a report.
-    Raises UserError for a folder that is not a run, and for a damaged file."""
+    """All data of a report. Raises UserError for a folder that is not a run, and for a damaged file."""
     with require_format(run := run_of(run)):
         return _data(run)
 
@@ -116,10 +113,7 @@ def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[st
 
 
 def source_mark(run: Path) -> str:
-    """Mark that changes with the report's source files: of their names, sizes, inodes and times.
-
-    A time that goes back is a change as well.
-    """
+    """Mark of the report's source files: of names, sizes, inodes and times, where going back is a change as well."""
     marks: list[tuple[str, tuple[int, int, int] | None]] = []
     for file in (run / "config.yaml", run / "metrics.jsonl", *sorted((run / snapshots.FOLDER).glob("*.json")),
                  *sorted((run / kept.FOLDER).glob("*.json"))):
@@ -160,8 +154,7 @@ def read_stages(run: Path) -> list[dict[str, Any]]:
 
 
 def parted(stages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Stages on the prompts of evaluations on the way, from the base on, and the base and the last stage of what is
-    reported."""
+    """Stages on the prompts of evaluations on the way, with the base, and base and last stage of what is reported."""
     apart = len(stages) > 2 and [stages[at]["name"] for at in (0, -2, -1)] == [CHOOSING, "before", "after"]
     return (stages[:-2], stages[-2:]) if apart else (stages, stages[:1] + stages[1:][-1:])
 
@@ -227,11 +220,8 @@ PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line
 
 def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
            ranges: dict[str, list[float | None]]) -> list[dict[str, Any]]:
-    """Chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
-
-    A series is {label} with the `key` of a metric, optionally its deviation's key as `band` and the `size` of the
-    chart's unit, or with x and y.
-    """
+    """Chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`. A series
+    is {label} with the `key` of a metric, its deviation's key as `band` and the `size` of the unit, or with x and y."""
     reward_charts = [_reward(config, name, lines, stages, ranges.get(name))
                      for name in (config.trained | config.extra_rewards)]
     rest = [key for key in columns(lines) if key not in PLAIN
@@ -311,20 +301,14 @@ def server(run: Path, port: int) -> ThreadingHTTPServer:
 
 
 class Live:
-    """Report of a run that may change, be damaged or be deleted.
-
-    Raises UserError at first if the folder is not a run.
-    """
+    """Report of a run that may change, be damaged or be deleted. Raises UserError if the folder is not a run."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._text = json.dumps(data(run), allow_nan=False)
 
     def content(self) -> dict[str, Any]:
-        """The report's data.
-
-        Where it cannot be made, the data of the last time, with one line about the fault under `notice`.
-        """
+        """The report's data; where it cannot be made, that of the last time, with the fault under `notice`."""
         notice = None
         try:
             self._text = json.dumps(data(self.run), allow_nan=False)

@@ -38,8 +38,7 @@ class Symptom:
 def solved(direction: float, means: Sequence[float | None], known: Scale | None, share: float = CEILING) -> bool:
     """True if a reward's means are all at its best score, as far as its range is known.
 
-    direction: below 0 if it is to fall. known: its lowest and highest score. share: of the range, where both are known;
-    with one alone they are that.
+    direction: below 0 if it is to fall. known: its lowest and highest score. share: of the range, if both are known.
     """
     low, high = known or (None, None)
     best, worst = (high, low) if direction > 0 else (low, high)

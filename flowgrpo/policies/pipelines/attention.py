@@ -61,10 +61,8 @@ def require_attention(name: str, device: torch.device, precision: str) -> None:
 
 
 def use_attention(name: str, denoisers: Iterable[Any]) -> None:
-    """Make the attention of denoisers, diffusers' models, compute with a kernel. `auto` changes nothing.
-
-    Raises UserError if a model calls torch's attention itself, and if diffusers refuses the kernel.
-    """
+    """Make the attention of denoisers, diffusers' models, compute with a kernel. `auto` changes nothing. UserError if a
+    model calls torch's attention itself, and if diffusers refuses the kernel."""
     if name == "auto":
         return
     from diffusers.models.attention_dispatch import attention_backend
@@ -107,10 +105,8 @@ def require_context_parallel(setup: Setup) -> None:
 
 
 def enable(denoisers: Iterable[Any], members: int, device: torch.device) -> None:
-    """Share the tokens of each denoiser's rows among every `members` processes; all of them call it.
-
-    Raises UserError for a model that diffusers has no plan for, or whose heads the members do not divide.
-    """
+    """Share the tokens of each denoiser's rows among every `members` processes; all of them call it. UserError for a
+    model that diffusers has no plan for, or whose heads the members do not divide."""
     if members == 1 or not distributed.is_initialized():
         return
     from diffusers import ContextParallelConfig

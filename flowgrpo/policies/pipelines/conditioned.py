@@ -32,10 +32,7 @@ ENCODERS = ("image_encoder_folder", "image_encoder_pretrained_model_name_or_path
 
 
 def controlnet_class(name: str) -> Any:
-    """Return the class of a text-to-image pipeline's ControlNet form, `name` being the pipeline's.
-
-    Raises UserError where diffusers has none.
-    """
+    """Return the class of the ControlNet form of a text-to-image pipeline `name`. UserError if diffusers has none."""
     import diffusers
 
     if "ControlNet" in name:
@@ -48,10 +45,8 @@ def controlnet_class(name: str) -> Any:
 
 
 def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
-    """Return a pipeline of the same parts with a ControlNet. source: its folder or hub id.
-
-    Raises UserError where it does not load, and for a ControlNet of another kind of model.
-    """
+    """Return a pipeline of the same parts with a ControlNet. source: its folder or hub id. UserError where it does not
+    load, and for one of another kind of model."""
     import diffusers
 
     cls = controlnet_class(type(pipe).__name__)
@@ -79,10 +74,8 @@ def _require_alike(pipe: Any, control: Any) -> None:
 
 
 def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
-    """Load an IP-Adapter, and its image encoder where the pipeline has none, into a pipeline.
-
-    Raises UserError where it does not load, and for a pipeline that takes none.
-    """
+    """Load an IP-Adapter, and its image encoder where the pipeline has none, into a pipeline. UserError where it does
+    not load, and for a pipeline that takes none."""
     if not hasattr(pipe, "load_ip_adapter"):
         raise UserError(f"load.ip_adapter is set, but {type(pipe).__name__} takes no IP-Adapter: leave it out")
     takes = inspect.signature(pipe.load_ip_adapter).parameters
@@ -148,11 +141,9 @@ def needs_last(pipe: Any) -> bool | None:
 
 
 def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
-    """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
-
-    pipe: the pipeline, once it is loaded; before, it is known of a local folder, and its class is imported only where
-    a prompt brings a file or needs one.
-    """
+    """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one. pipe: the
+    pipeline; None before it is loaded, when the class of a local folder is imported only where a prompt has a file or
+    needs one."""
     if pipe is None and config.load.controlnet is None and config.load.ip_adapter is None and not any(
             prompt.brings is not None for prompt in prompts) and not prompt_inputs.EDITORS.search(_class_name(config)):
         return

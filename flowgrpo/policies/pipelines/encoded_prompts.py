@@ -35,10 +35,8 @@ Row = tuple[str, str]  # a prompt and its negative prompt
 
 
 class TextEncoders:
-    """Text encoders of a pipeline, without its denoiser: encodes prompts as a `PipelinePolicy` does.
-
-    pipe: its denoiser and its autoencoder may be without values.
-    """
+    """Text encoders of a pipeline, whose denoiser and autoencoder may be without values: encodes prompts as a
+    `PipelinePolicy` does."""
 
     def __init__(self, pipe: Any, config: Config, device: torch.device):
         self.pipe, self.given = pipe, dict[str, Any]()
@@ -97,11 +95,8 @@ def rows(config: Config, prompts: Iterable[Prompt]) -> list[Row]:
 
 
 def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: Any) -> Filled:
-    """Encode the prompts into the cache of a configuration, whose precision is settled, and write its index.
-
-    bar: a function that wraps the list of rows and shows how many are done.
-    Raises UserError for what cannot be encoded ahead.
-    """
+    """Encode the prompts into the cache of a configuration, whose precision is settled, and write its index. bar: wraps
+    the list of rows and shows how many are done. UserError for what cannot be encoded ahead."""
     require(config)
     wanted = rows(config, prompts)
     pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load, only=ENCODERS,

@@ -1,8 +1,7 @@
 """Models of few steps (LCM, Turbo, Lightning, schnell, ...): how they are known, and the defaults that fit them.
 
-A distilled model is sampled in 1 to 8 steps without classifier-free guidance, or with a guidance that its network
-reads. It is known by its scheduler and its configuration, before it is loaded where these files are on this machine,
-and by the names of the repository, its denoiser and the LoRAs that are fused into it.
+A distilled model is sampled in 1 to 8 steps without classifier-free guidance, or with one that its network reads. It
+is known by its scheduler and its configuration, and by the names of its repository, denoiser and fused LoRAs.
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def few_step_config(config: Config, facts: Facts) -> Config:
     """Return a configuration whose absent keys are those of a model of few steps: method, steps, grid and guidance.
-
-    Parts without a method are of the default one, which stays where they name its plan. Recorded pairs are trained
-    without steps.
-    """
+    Parts that name a plan are of the default method, which then stays; recorded pairs are trained without steps."""
     wanted: dict[str, dict[str, Any]] = {}
     for name in ("train", "eval"):
         section, given = getattr(config, name), getattr(config, name).model_fields_set

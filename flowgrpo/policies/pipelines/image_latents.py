@@ -24,14 +24,13 @@ ROUNDED = 0.01  # the same of pipelines in half precision
 
 
 class ImageEncoder:
-    """`latents(path, row) -> ([1,*D], [3,H,W])`: the latent of an image, and the image in [0, 1] at the run's size.
+    """`latents(path, row) -> ([1,*D], [3,H,W])`: the latent of an image, and the image in [0, 1], which is scaled to
+    fill the run's size and cut to it.
 
-    row: the Conditioning of any one prompt, with which the pipeline says once what it draws: the shape of its latents
-    and of its images. An image that is larger, smaller or of other proportions is scaled to fill that size, and what
-    stands over is cut off on both sides. The latent is the mode of what the autoencoder gives, scaled and packed as the
-    pipeline does; whether it does is found out, once, by decoding the first one in both ways. `known`: the latents so
-    far, on the CPU. key: what names the images in messages. UserError for an image that cannot be read, and for a
-    pipeline whose latents are others.
+    row: the Conditioning of any one prompt, with which the pipeline shows once the shapes of its latents and images.
+    The latent is the mode of what the autoencoder gives, scaled and packed as the pipeline does, which decoding the
+    first one in both ways proves. `known`: the latents so far, on the CPU. key: what names the images in messages.
+    UserError for an image that cannot be read, and for a pipeline whose latents are others.
     """
 
     def __init__(self, policy: PipelinePolicy, key: str = "preferences"):
@@ -49,10 +48,8 @@ class ImageEncoder:
         return self.known[path], image
 
     def of_images(self, images: Tensor, rows: Conditioning) -> Tensor:
-        """Return the latents [B,*D] of images [B,3,h,w] in [0, 1] of one size, which are scaled to the run's size.
-
-        rows: of their B prompts. Raises UserError as a call does.
-        """
+        """Return the latents [B,*D] of images [B,3,h,w] in [0, 1], which are scaled to the run's size. rows: of their
+        B prompts. UserError as of a call."""
         row = rows.rows(torch.tensor([0]))
         if self.noise is None:
             self._learn(row)
@@ -103,10 +100,7 @@ class ImageEncoder:
 
 
 def read(path: str | Path, size: tuple[int, int], key: str = "preferences") -> Tensor:
-    """Return the image of a file, filling the size (height, width): [3,H,W] in [0, 1].
-
-    Raises UserError if it is none.
-    """
+    """Return the image of a file, filling the size (height, width): [3,H,W] in [0, 1]. UserError if it is none."""
     from torchvision.transforms.functional import to_tensor
 
     try:

@@ -2,9 +2,9 @@
 
     encode_prompt: the block that reads the text -> the blocks of the loop -> the block that decodes
 
-A pipeline's blocks read its `scheduler` and its denoisers, the two seams by which call.py drives any pipeline. No line
-here knows a model: `drivable` gives a loaded one a class with `__call__`, whose arguments are those of its blocks, and
-`encode_prompt`, which is the block of that name with the state of the blocks before it.
+A pipeline's blocks read its `scheduler` and its denoisers, by which call.py drives any pipeline. `drivable` gives a
+loaded one a class with `__call__`, whose arguments are those of its blocks, and `encode_prompt`, the block of that name
+with the state of the blocks before it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ def of_parts(cls: Any, parts: Mapping[str, Any]) -> Any:
 
 def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mapping[str, Any], lower: Mapping[str, Any]
          ) -> Any:
-    """Load a ModularPipeline from a folder or the hub. Code of its repository is run only if it is trusted.
-
-    parts: components that are loaded already, or None. lower: how components are quantised, by name.
-    """
+    """Load a ModularPipeline from a folder or the hub. Code of its repository is run only if it is trusted. parts:
+    components that are loaded already, or None. lower: how components are quantised, by name."""
     from diffusers import ModularPipeline
 
     pipe = ModularPipeline.from_pretrained(source, trust_remote_code=trust, revision=files.revision)
@@ -224,9 +222,7 @@ def guiders(pipe: Any) -> list[Any]:
 @contextmanager
 def guided(parts: list[Any], scale: float, task: Segment | None, idle: int) -> Iterator[None]:
     """Context manager: guiders have this scale, are off at 0, and know which step of the whole grid a task's step is.
-
-    Momentum is off in tasks: a replay of a step does not know the steps before it.
-    """
+    Momentum is off in tasks: a replay of a step does not know the steps before it."""
     before = [dict(vars(part)) for part in parts]
     for part in parts:
         part.guidance_scale, part._enabled = scale, bool(scale)

@@ -24,9 +24,7 @@ UNLIMITED = 10**6  # a tokenizer without a limit states a very large one
 
 def learn(encode: Callable[[list[str]], Calls]) -> Masks | None:
     """Return the masks that pad prompts as the pipeline pads them; None if it does not pad with zeros on the right.
-
-    encode: the values for some prompts, each of which is its own negative prompt too.
-    """
+    encode: the values for some prompts, each of which is its own negative prompt too."""
     prompts, together = [encode([text]) for text in TEXTS], encode([*TEXTS])
     if any([*map(len, calls)] != [*map(len, together)] for calls in prompts):
         return None

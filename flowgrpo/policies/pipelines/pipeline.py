@@ -1,7 +1,6 @@
 """Any diffusers pipeline as a policy, driven through its own `__call__`.
 
-No line here knows a latent's shape, a model's embeddings or its guidance: the pipeline draws its own noise, encodes its
-own prompts (once; the result is kept and given back to it) and applies its own guidance. See samplers/scheduler.py.
+No line here knows a latent's shape, a model's embeddings or its guidance. See samplers/scheduler.py.
 """
 
 from __future__ import annotations
@@ -164,10 +163,8 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def probe(self, conditioning: Conditioning) -> None:
-        """Find out, once, whether the scheduler sees the state that is given as `latents`.
-
-        Raises UserError for prompts of which sharded weights cannot take several in a call.
-        """
+        """Find out, once, whether the scheduler sees the state that is given as `latents`. UserError for prompts of
+        which sharded weights cannot take several in a call."""
         single = conditioning.one_per_call or set(SHARED) & set(conditioning.inputs)
         if self.turns and (single or conditioning.parts and conditioning.masks is None):
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
@@ -189,10 +186,8 @@ class PipelinePolicy:
     def run(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor | None = None,
             generators: list[torch.Generator] | None = None, x0: torch.Tensor | None = None
             ) -> tuple[torch.Tensor, StepRecord]:
-        """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
-
-        Returns (the last state [B,*D], the record of the task).
-        """
+        """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row); return
+        the last state [B,*D] and the record of the task."""
         self._announce(shards.RUN, len(task.steps))
         with self.sampling():
             last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
@@ -219,10 +214,8 @@ class PipelinePolicy:
 
     def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
                timesteps: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled.
-
-        It is a velocity or, of a variance-preserving process, which needs its timesteps [T], the noise.
-
+        """Return the model output [B,*D] at one step, with gradients where enabled: a velocity or, of a
+        variance-preserving process, which needs its timesteps [T], the noise.
         step: or one per row, int64 [B], where the pipeline takes a `vector`."""
         if self._row:  # who accompanies this step elsewhere does so on its grid
             self._row = *self._row[:2], replace(self._row[2], grid=grid, timesteps=timesteps)
@@ -261,11 +254,8 @@ class PipelinePolicy:
 
     def unroll(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
                ) -> torch.Tensor:
-        """Return the last state [B,*D] of a segment of the grid, as `run` gives it.
-
-        Where gradients are enabled, all its steps are in one graph.
-        checkpointing: the backward computes every forward of a denoiser again.
-        """
+        """Return the last state [B,*D] of a segment of the grid, as `run`, with all its steps in one graph.
+        checkpointing: the backward computes every forward of a denoiser again."""
         kept = (recompute_forwards(self.denoisers.values(), self.driver.attention) if checkpointing
                 else contextlib.nullcontext())
         with kept:
@@ -277,10 +267,7 @@ class PipelinePolicy:
         return self.image(latents, conditioning)
 
     def image(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Return images [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled.
-
-        The pipeline draws them with no steps left to do.
-        """
+        """Return images [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled."""
         task = Segment(torch.zeros(1), range(0))
         with one_line(self.pipe, self.call):
             images = self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
@@ -288,10 +275,8 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def sound(self, latents: torch.Tensor, prompts: Sequence[str]) -> tuple[torch.Tensor, int]:
-        """Return the sound [B, channels, N] of clean latents on the CPU, and its samples per second.
-
-        Raises UserError for a pipeline that makes none.
-        """
+        """Return the sound [B, channels, N] of clean latents on the CPU, and its samples per second. UserError for a
+        pipeline that makes none."""
         rate = getattr(getattr(getattr(self.pipe, "vocoder", None), "config", None), "output_sampling_rate", None)
         if rate is None:
             raise UserError(f"{type(self.pipe).__name__} makes no sound: leave rewards of sound out, or take LTX-2")
@@ -364,10 +349,7 @@ class PipelinePolicy:
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
-        """Context manager: the denoiser is the base model, or the average of the snapshots `held`.
-
-        For the base the adapter is off; without an adapter the first weights are back.
-        """
+        """Context manager: the denoiser is the base model (`TrainableWeights.base`), or the average of `held`."""
         with self.weights.reference(held), torch.no_grad():
             yield
 

@@ -1,10 +1,9 @@
 """Probes of a pipeline, each of a few steps at its first use: what one call of it may mix, and where one may begin.
 
 `copies`: rows of different steps, with a vector of timesteps. `stay_apart`: prompts with images of their own.
-`require_middle`: a call that starts in the middle of the loop. Replays do that at every step but the first, and
-rollouts whose samples share steps do it too. A pipeline that puts an image back in between two steps, under the noise
-that it drew at its start (inpainting with a denoiser that does not read the mask), has no such middle: a call that
-starts there draws another noise.
+`require_middle`: a call that starts in the middle of the loop, as replays do, and rollouts whose samples share steps. A
+pipeline that puts an image back in after every step, under the noise that it drew at its start (inpainting with a
+denoiser that does not read the mask), has no such middle: a call that starts there draws another noise.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class Pipeline(Denoiser[P], Protocol[P]):
 def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool) -> int:
     """Return how often a call's vector of timesteps repeats its rows; 0 if the pipeline takes no vector.
 
-    output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another, in one call, have to
-    give what calls of a single step give: to float noise, and far closer than the wrong step would.
+    output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another have to give what calls
+    of a single step give: to float noise, and far closer than the wrong step would.
     """
     grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
     whole = Segment(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
@@ -104,11 +103,9 @@ def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tol
 # --- prompts with images -------------------------------------------------------------------------------------------
 
 def stay_apart(policy: Pipeline[P], twice: P) -> bool:
-    """Return True if a step of two prompts with separate images gives the result of each prompt alone.
-
-    Some pipelines (Flux2) silently take a list for several references of one prompt.
-    twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call.
-    """
+    """Return True if a step of two prompts with separate images gives the result of each prompt alone. Some pipelines
+    (Flux2) silently take a list for several references of one prompt.
+    twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call."""
     if not set(twice.inputs) - set(SHARED):
         return True
     pair = replace(twice, inputs={name: [first, second if name in SHARED else other(second)]
@@ -142,11 +139,8 @@ def other(image: Any) -> Any:
 # --- the middle of the loop ------------------------------------------------------------------------------------------
 
 def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) -> None:
-    """Raise UserError if a pipeline's second step differs when a call starts with it.
-
-    conditioning: of one prompt or more, of which the first is asked with. segments: whether calls go on from where
-    others ended; else they only replay a step from the state that the whole run had there.
-    """
+    """Raise UserError if a pipeline's second step differs when a call starts with it. conditioning: its first prompt is
+    asked with. segments: calls go on from where others ended; else they only replay the states of a whole run."""
     row, before = conditioning.rows(torch.tensor([0])), policy.evaluations
     whole = _run(policy, row, range(2))
     task = _task(policy, range(2))

@@ -26,11 +26,9 @@ READS = ("in_channels", "joint_attention_dim", "cross_attention_dim", "pooled_pr
 
 
 def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
-    """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider.
-
-    Weights 0 and 1 return one of them bit for bit. Accepts tensors [...], and tuples, lists and dicts (such as
-    diffusers' output classes) that hold them; other values are those of `tuned`.
-    """
+    """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider, of tensors [...] and
+    of tuples, lists and dicts (such as diffusers' output classes) that hold them; other values are those of `tuned`.
+    Weights 0 and 1 return one of them bit for bit."""
     if torch.is_tensor(tuned) and tuned.is_floating_point():
         start, end = wide(base, tuned)
         return torch.lerp(start, end, weight).to(tuned.dtype)
@@ -78,21 +76,15 @@ def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forw
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Tuned stock pipeline and its base.
-
-    pipe: the pipeline with tuned weights.
-    first: the original denoisers, by name, if the base is not a LoRA switched off.
-    """
+    """Tuned stock pipeline and its base. first: the original denoisers, by name, if the base is not a LoRA switched
+    off."""
 
     pipe: Any
     first: dict[str, torch.nn.Module]
 
     def at(self, weight: float) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the pipeline draws with base + weight * (tuned - base).
-
-        At 0 it is the base and at 1 the tuned model, bit for bit, at the cost of one.
-        Raises UserError for another weight if a text encoder was tuned too.
-        """
+        """Context manager: the pipeline draws with base + weight * (tuned - base), at the cost of one at 0 and 1.
+        UserError for another weight if a text encoder was tuned too."""
         if weight == 0:
             return self._base()
         if weight != 1 and (others := [name for name in self._layers() if name not in self.first]):
@@ -146,10 +138,8 @@ class Teachers:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Context manager: the pipeline calls the teacher's denoisers.
-
-        Raises UserError if it does not load, or reads something else than the policy's.
-        """
+        """Context manager: the pipeline calls the teacher's denoisers. UserError if it does not load, or reads
+        something else than the policy's."""
         if name not in self.known:
             self.known[name] = self._load(name)
         bases = {module: self.known[name][key].forward for key, module in self.policy.denoisers.items()}

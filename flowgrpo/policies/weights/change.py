@@ -38,8 +38,7 @@ class Change:
         """Largest change of a layer: |W - W_0|_F / sqrt(outputs), 0 for none, NaN or infinite where weights are.
 
         It is the root mean square of what W - W_0 adds to the layer's outputs for inputs of root mean square 1, so that
-        W_0 has about 1. Of a LoRA W - W_0 is scale B A, less that of `adapter.init`. Of sharded whole weights this
-        process's rows are read; those of a LoRA are gathered, and every process calls it.
+        W_0 has about 1. Of a LoRA W - W_0 is scale B A, less that of `adapter.init`. Every process calls it.
         """
         found = [torch.zeros((), dtype=torch.float64)]
         for key, layer in self.weights.layers().items():
@@ -69,10 +68,8 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def restore_pipeline(loaded: Any) -> Iterator[None]:
-    """Context manager: restore a pipeline, or a tuple of a language model and its reader, if the run fails.
-
-    None: the run loaded the model itself. At failure the added LoRA, hooks and forwards are removed, so another run can
-    use the model. The trained weights are in the run's checkpoints; with adapter.rank 0 the trained ones stay.
+    """Context manager: remove the added LoRA, hooks and forwards from a pipeline, or a tuple of a language model and
+    its reader, if the run fails; whole weights stay trained. None: the run loaded the model itself.
 
     A run that finishes leaves its LoRA on the model. The next run takes it off first, and begins with the base.
     """

@@ -40,12 +40,11 @@ class Share:
 
 
 def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False, share: float = 1.0) -> None:
-    """Checkpoint the blocks of a denoiser or an autoencoder: recompute them in the backward pass, inside `context()`.
+    """Recompute a share of the blocks of a denoiser or an autoencoder in the backward pass, inside `context()`, which
+    must restore the state of the forward pass. A repeated call changes the share.
 
-    `context()` must restore the state of the forward pass. The blocks are those that diffusers checkpoints, or else the
-    entries of the module lists. share: of the blocks that recompute, 0 to 1; the others keep their activations.
-    A repeated call changes the share. Raises UserError for a module without either, and for the latter if blocks are to
-    be compiled.
+    The blocks are those that diffusers checkpoints, or else the entries of the module lists. UserError for a module
+    without either, and for the latter if blocks are to be compiled.
     """
     if supports_checkpointing(module) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
@@ -127,10 +126,8 @@ def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterat
 
 def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
     """Store only the input of a share of the layers where gradients are enabled, and recompute them in the backward.
-
-    The model is then called without a cache. A repeated call changes the share.
-    Raises UserError for a model whose layers transformers does not know.
-    """
+    The model is then called without a cache. A repeated call changes the share. UserError for a model whose layers
+    transformers does not know."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inside: set[torch.nn.Module] = set()

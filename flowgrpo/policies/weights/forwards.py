@@ -20,10 +20,8 @@ KINDS = 64  # most graphs per block: one per shape, grad mode, adapter on or off
 
 
 def without_casts(layers: Iterable[Any]) -> bool:
-    """Give LoRA layers the forward of this module. Return False, and change none, if one is of another kind.
-
-    layers: of peft. Of another kind are those with DoRA, dropout, or a base other than a linear layer.
-    """
+    """Give peft's LoRA layers the forward of this module. Return False, and change none, if one is of another kind:
+    with DoRA, dropout, or a base other than a linear layer."""
     layers = list(layers)
     if not layers or not all(map(_plain, layers)):
         return False
@@ -54,10 +52,8 @@ def _lora(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 def fuse_norms(module: torch.nn.Module, device: torch.device) -> int:
-    """Give the RMS normalisations of diffusers in a module torch's kernel; return their number.
-
-    None on a device where torch's is no single kernel. A layer with a bias, or over several dimensions, stays as it is.
-    """
+    """Give the RMS normalisations of diffusers in a module torch's kernel; return their number, 0 on a device where it
+    is no single kernel. A layer with a bias, or over several dimensions, stays as it is."""
     if device.type not in ONE_KERNEL:
         return 0
     from diffusers.models.normalization import MochiRMSNorm, RMSNorm
@@ -68,11 +64,8 @@ def fuse_norms(module: torch.nn.Module, device: torch.device) -> int:
 
 
 def fuse_text_norms(model: torch.nn.Module, device: torch.device) -> int:
-    """Give the RMS normalisations of a language model of transformers torch's kernel; return their number.
-
-    None on a device where torch's is no single kernel. Those whose class computes another value stay, as Gemma's, which
-    adds 1 to its weight.
-    """
+    """Give the RMS normalisations of a language model of transformers torch's kernel; return their number, as
+    `fuse_norms`. Those whose class computes another value stay, as Gemma's, which adds 1 to its weight."""
     if device.type not in ONE_KERNEL:
         return 0
     layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")
@@ -116,10 +109,7 @@ def _eps(layer: Any) -> float | None:
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
           ) -> torch.Tensor:
-    """Softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
-
-    What it lacks goes there.
-    """
+    """Softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`. What it lacks goes there."""
     size = query.shape[:-1].numel() * key.shape[-2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
@@ -131,11 +121,8 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask
 
 
 def contiguous_inputs(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
-    """Make linear layers on a CPU read contiguous rows, by a hook that copies their input where it is not contiguous.
-
-    One half of a joint attention's output is not. For such an input torch copies the weights once per row of the batch
-    and calls aten::bmm.
-    """
+    """Make linear layers on a CPU read contiguous rows, by a hook that copies other input, such as one half of a joint
+    attention's output: for that torch copies the weights once per row of the batch and calls aten::bmm."""
     for module in modules if device.type == "cpu" else ():
         for layer in module.modules():
             if isinstance(layer, torch.nn.Linear):
@@ -152,11 +139,8 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
-    """Compile the blocks of a denoiser and return their number; without blocks, compile all of it.
-
-    Nothing is compiled before the first call. `compile_repeated_blocks` of diffusers raises if a class does not name
-    its blocks, as SD3's.
-    """
+    """Compile the blocks of a denoiser, or all of it without blocks, at their first call; return their number.
+    `compile_repeated_blocks` of diffusers raises if a class does not name its blocks, as SD3's."""
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
     parts = blocks(module) or [module]

@@ -41,10 +41,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def resolve_auto(precision: str, device: torch.device) -> str:
-    """Precision that "auto" takes on a device; any other one itself.
-
-    It is the one that suits a GPU, and "full" on other devices and without torchao.
-    """
+    """Precision that "auto" takes on a device: the one that suits a GPU, "full" on others and without torchao. Any
+    other precision itself."""
     if precision != "auto":
         return precision
     here = device.type == "cuda" and present("torchao")
@@ -77,13 +75,12 @@ def require_low_precision(precision: str, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def with_quantised_weights(policy: Denoising, precision: str) -> Iterator[None]:
-    """Context manager: the policy's denoisers use weights quantised from their present ones, and quantise their inputs.
+    """Context manager, without gradients: the policy's denoisers use weights quantised from their present ones, which
+    come back bit for bit, and quantise their inputs.
 
     precision: "int8" or "fp8" (e4m3), with a scale per row of the weight and of the input; "nvfp4" (e2m1), with a scale
-    per 16 values; "auto": the one that is `chosen` for the device; "full" changes nothing.
-    A CPU whose int8 products overflow keeps the inputs in full precision.
-    At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
-    Linear layers whose sides are not multiples of 16 keep their precision.
+    per 16 values; "auto": `resolve_auto`; "full" changes nothing. Linear layers whose sides are not multiples of 16
+    keep their precision, and so do inputs on a CPU whose int8 products overflow.
     """
     precision = resolve_auto(precision, policy.device)
     if precision == "full":
@@ -134,10 +131,7 @@ def exact_int8() -> bool:
 
 
 def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
-    """Torchao's configuration of a low precision for weights of this dtype.
-
-    inputs: quantise inputs of int8 layers too.
-    """
+    """Torchao's configuration of a low precision for weights of this dtype. inputs: of int8 layers too."""
     if precision == "nvfp4":
         from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 

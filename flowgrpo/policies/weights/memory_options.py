@@ -59,11 +59,11 @@ class Waiting(Protocol):
 
 
 def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[HostWeights]:
-    """Let the frozen weights of a denoiser's blocks wait in the CPU's memory, and come for a forward of their own.
+    """Let the frozen weights of a denoiser's blocks wait in the CPU's memory, and come for a forward of their own and
+    for its recomputation. What is outside of the blocks moves to the device.
 
-    level: `block_level`, all weights of a block together, or `leaf_level`, those of every layer by themselves. What is
-    outside of the blocks moves to the device. A recomputation in the backward brings weights again.
-    Raises UserError for a denoiser without blocks, or whose blocks diffusers cannot checkpoint.
+    level: `block_level`, all weights of a block together, or `leaf_level`, those of every layer by themselves.
+    UserError for a denoiser without blocks, or whose blocks diffusers cannot checkpoint.
     """
     parts = blocks(module)
     setting = f"memory.offload is {level}, but {type(module).__name__} has no"
@@ -87,10 +87,8 @@ def later(memory: Memory) -> bool:
 
 def place(denoisers: Iterable[torch.nn.Module], encoders: Waiting, device: torch.device, memory: Memory,
           weights: Any = None) -> None:
-    """Let the frozen weights of denoisers wait as `memory.denoiser` and `memory.offload` say; no-op for the defaults.
-
-    weights: a LoRA on them that is trained, and stays on the device; without one weights wait block by block.
-    """
+    """Let the frozen weights of denoisers wait as `memory.denoiser` and `memory.offload` say. weights: a LoRA on them
+    that is trained, and stays on the device; without one weights wait block by block."""
     if not later(memory):
         return
     if memory.offload != "none":
@@ -144,12 +142,10 @@ def require_package(setting: str, package: str) -> None:
 
 
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
-    """Diffusers' quantisation config for the components `names`; None for full weights.
+    """Diffusers' quantisation config for the components `names`, whose products are in `dtype`; None for full weights.
 
-    int8: integers with a scale per row of a weight, by torchao. fp8: floats of 4 bits of exponent and 3 of mantissa
-    (e4m3) with a scale per row, by torchao; products are in `dtype`. nf4: 4 bits of a normal distribution's quantiles
-    with a scale per 64 values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
-    """
+    int8 and fp8 (e4m3): a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with
+    a scale per 64 values (QLoRA, 2305.14314), by bitsandbytes."""
     if weights == "full":
         return None
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
@@ -167,10 +163,8 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
 
 
 class Encoders(Offloaded):
-    """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
-
-    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
-    """
+    """Text encoders of a pipeline, which come when a prompt is encoded and leave to the device `away` before other
+    work, so that a series of prompts moves them once; with None they stay."""
 
     def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
         """later: the components that come to the device in another way."""
@@ -188,9 +182,7 @@ class Encoders(Offloaded):
 
     def attend(self, pipe: Any, on_cpu: bool = False) -> None:
         """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards.
-
-        on_cpu: the encoders stay there and encode there, beside a denoiser that leaves them no room.
-        """
+        on_cpu: they encode there, beside a denoiser that leaves them no room."""
         encode, taken = pipe.encode_prompt, inspect.signature(pipe.encode_prompt)
 
         @functools.wraps(encode)
@@ -219,11 +211,8 @@ ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attenti
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:
-    """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled").
-
-    With "whole" nothing changes, but for autoencoders that cannot decode several images. Raises UserError if its
-    autoencoder cannot.
-    """
+    """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled"). With "whole" nothing changes,
+    but for autoencoders that cannot decode several images. UserError if its autoencoder cannot."""
     vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                        and ("vae" in name or name == "vqgan")]
     if how == "whole" and not any(type(vae).__name__ in ONE_BY_ONE for vae in vaes):

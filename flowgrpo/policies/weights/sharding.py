@@ -69,10 +69,7 @@ def require_shardable(setup: Setup) -> None:
 
 
 def require(shard: bool | str, count: int, environment: Mapping[str, str]) -> None:
-    """Raise UserError if weights are to be sharded, but not by these processes.
-
-    shard: `memory.shard`; count: of processes.
-    """
+    """Raise UserError if weights are to be sharded, but not by these processes. shard: `memory.shard`."""
     if not shard:
         return
     setting = f"memory.shard is {shard if isinstance(shard, str) else 'true'}"
@@ -84,10 +81,8 @@ def require(shard: bool | str, count: int, environment: Mapping[str, str]) -> No
 
 
 def of_node(count: int, environment: Mapping[str, str]) -> int:
-    """Number of processes of each node, from the launcher's LOCAL_WORLD_SIZE; count: of all nodes.
-
-    Raises UserError if nodes differ in it, or have one process each.
-    """
+    """Number of processes of each node, from the launcher's LOCAL_WORLD_SIZE; count: of all nodes. UserError if nodes
+    differ in it, or have one process each."""
     size = int(environment.get("LOCAL_WORLD_SIZE", count))
     if size < 2 or count % size:
         raise UserError(f"memory.shard is nodes, but of {count} processes this node has {size} (LOCAL_WORLD_SIZE): "
@@ -96,10 +91,8 @@ def of_node(count: int, environment: Mapping[str, str]) -> int:
 
 
 def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
-    """Mesh of processes over which weights are sharded; None if they are not.
-
-    It is [processes], or with `nodes` [nodes, processes of a node]: shards are copied along the first dimension.
-    """
+    """Mesh of processes over which weights are sharded, [processes], or with `nodes` [nodes, processes of a node],
+    along the first of which shards are copied; None if they are not."""
     if not shard or not distributed.is_available() or not distributed.is_initialized():
         return None
     count = distributed.get_world_size()
@@ -126,9 +119,9 @@ def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole
           precision: torch.dtype) -> None:
     """Shard the weights of a denoiser in place, block by block, except those in `whole`; all of it moves to the device.
 
-    Blocks are the entries of its module lists; weights outside of them are collected at once. Trained weights become
-    fp32, block by block, and are collected in `precision`. Also left whole: scalars, and the weights of a block that
-    are in another precision than most (norms that diffusers keeps in fp32), which older FSDP2 cannot collect together.
+    Trained weights become fp32, block by block, and are collected in `precision`. Also left whole: scalars, and the
+    weights of a block that are in another precision than most (norms that diffusers keeps in fp32), which older FSDP2
+    cannot collect together.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -195,10 +188,8 @@ def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn
 
 
 def state_dict(module: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole weights of a sharded module on the CPU; every process calls it, and those with `keep` get them.
-
-    One tensor at a time is whole on the device.
-    """
+    """Whole weights of a sharded module on the CPU, collected one by one; every process calls it, and those with `keep`
+    get them."""
     values: dict[str, torch.Tensor] = {}
     for key, tensor in module.state_dict().items():
         value = tensor.full_tensor() if is_shard(tensor) else tensor

@@ -43,11 +43,10 @@ def disable_adapters(layers: Collection[LoraLayer]) -> Iterator[None]:
 
 
 class TrainableWeights:
-    """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
+    """Trainable parameters of a pipeline's modules, its denoisers or text encoders, in fp32.
 
-    With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so it starts as the base. With rank
-    0 all of the modules' weights, in fp32. The first weights of parameters that no adapter can switch off are kept on
-    the CPU as the reference.
+    With `adapter.rank` >= 1 a LoRA by peft, its A gaussian and its B zero, so it starts as the base. With rank 0 all of
+    the modules' weights, whose first values are kept on the CPU as the reference.
 
     unsharded: False if the caller shards the modules afterwards, and calls `hold` for all weights.
     Sharded weights have snapshots, averages and a reference of this process's rows only.
@@ -163,10 +162,8 @@ class TrainableWeights:
         lora_files.require_start(setting, path, start, self.adapter, self.modules, self.modules | others, ranks)
 
     def soup(self, paths: Sequence[str], shares: Sequence[float]) -> dict[str, torch.Tensor]:
-        """Values that act as the average of LoRAs at paths, or of whole models where no LoRA is trained.
-
-        shares: of each, summing to 1; empty for equal ones. Raises UserError for one of other layers or shapes.
-        """
+        """Values that act as the average of LoRAs at paths, or of whole models where no LoRA is trained. shares: of
+        each, summing to 1; empty for equal ones. UserError for one of other layers or shapes."""
         weighted = []
         for path, weight in zip(map(Path, paths), [share * len(paths) for share in shares] or [1.0] * len(paths)):
             if not self.adapter.rank:
@@ -240,11 +237,8 @@ class TrainableWeights:
                 parameter.data = kept[key]
 
     def average(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Values that act as the average of all snapshots.
-
-        For all weights it is their mean. For n LoRAs it is one of n times the rank, since the mean of the products B A
-        is not the product of the means.
-        """
+        """Values that act as the average of all snapshots: of whole weights their mean, of n LoRAs one of n times the
+        rank, since the mean of the products B A is not the product of the means."""
         if len(snapshots) == 1:
             return snapshots[0]
         averages = {}
@@ -256,8 +250,7 @@ class TrainableWeights:
 
     @contextlib.contextmanager
     def swap(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Context manager: set the parameters that `values` names to these values (a moving average, the first
-        weights)."""
+        """Context manager: the parameters that `values` names have these values, such as a moving average."""
         kept = self.copies(values)
         self.load(values)
         try:
@@ -292,12 +285,11 @@ class TrainableWeights:
         return sum(local(parameter).nbytes for parameter in self.named.values()) > KEPT
 
     def save(self, folder: Path) -> str:
-        """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
+        """Write the files that stock diffusers loads, read a LoRA back and compare. Returns a sentence for the log.
 
         A LoRA goes to `pytorch_lora_weights.safetensors`, its scale in its B (`adapters.fold_alpha`), and rank, alpha
-        and targets in its metadata. If stock diffusers has no loader (see
-        `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module. Sharded
-        ones are gathered: every process calls this, and the first one writes.
+        and targets in its metadata; where stock diffusers has no loader of it, to a folder per module in peft's own
+        format. All weights go to a folder per module. Every process calls this for sharded ones, and the first writes.
         """
         if not self.adapter.rank:
             modules: dict[str, Any] = self.modules

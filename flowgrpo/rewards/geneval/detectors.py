@@ -62,10 +62,7 @@ def canonical_label(label: str) -> str:
 def load_detector(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
              ) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
-
-    name: of the detector in a recipe. model: a folder or hub id.
-    Raises UserError if they are unavailable.
-    """
+    name: of the detector in a recipe. model: a folder or hub id. Raises UserError if they are unavailable."""
     with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
                  model):
         options = {"revision": revision, "trust_remote_code": False}

@@ -36,11 +36,8 @@ Namer = Callable[[np.ndarray, Sequence[Detection], str], "list[str | None]"]
 
 
 def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
-    """Directions of a box from another: none, one or two of `RELATIONS`.
-
-    The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes. A direction holds if the
-    rest exceeds half of the whole offset.
-    """
+    """Directions of a box from another: none, one or two of `RELATIONS`. The offset of the centres is shortened on each
+    axis by `threshold` of both boxes' sizes; a direction holds if the rest exceeds half of the whole offset."""
     a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
     offset = a.mean(0) - b.mean(0)
     left = np.maximum(np.abs(offset) - threshold * np.abs(np.diff(a, axis=0) + np.diff(b, axis=0))[0], 0)

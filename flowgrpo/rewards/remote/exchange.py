@@ -179,9 +179,7 @@ def as_json(who: str, name: str, value: object) -> bytes:
 
 def announce(who: str, sent: Sequence[str], urls: Sequence[str], key: Key | None = None) -> str:
     """Print what goes where, `sent` in words, and return `who` with the label of the reward that is made.
-
-    Raises UserError for an address, and for a key, that may not leave this machine.
-    """
+    Raises UserError for an address, and for a key, that may not leave this machine."""
     import httpx
 
     try:
@@ -319,9 +317,7 @@ def seconds(after: str) -> float:
 
 def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
     """Call `call` on every part, up to `lanes` at the same time; return the results in order, or raise the first error.
-
-    Unlike an executor's, these threads do not keep the run from ending.
-    """
+    Unlike an executor's, these threads do not keep the run from ending."""
     lanes = min(lanes, len(parts))
     if lanes <= 1:
         return [call(part) for part in parts]

@@ -42,12 +42,8 @@ LEAST = 3  # frames: with two, an even pace is undefined
 
 @dataclass(frozen=True)
 class Track:
-    """Object of a clip, frame by frame.
-
-    centres: [F, 2], centroids in pixels (x, y).
-    sizes: [F], logarithms.
-    legible: in [0, 1], for one crisp blob of one paint per frame, of the same colour in all, on a clean ground.
-    """
+    """Object of a clip, frame by frame: centroids [F, 2] in pixels (x, y), and logarithms of its size [F].
+    legible: in [0, 1], for one crisp blob of one paint per frame, of the same colour in all, on a clean ground."""
 
     centres: np.ndarray
     sizes: np.ndarray
@@ -78,8 +74,7 @@ def track(frames: Sequence[Reading]) -> Track | None:
 
 
 def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
-    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1].
-    Raises ValueError for other videos."""
+    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1]. Raises ValueError for other videos."""
     videos = torch.as_tensor(videos).detach().to("cpu", torch.float32)
     if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
         raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "

@@ -65,8 +65,7 @@ _FINE, _REACH = 64, 1.5  # pixels per radius of the table of distances, and its 
 
 
 def _outline(shape: str) -> tuple[np.ndarray, float, float, float]:
-    """For a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, y of
-    the centroid."""
+    """Of a shape of radius 1: signed distance on a fine grid (negative inside), area, perimeter, y of the centroid."""
     half = int(_FINE * _REACH)
     mask = coverage(shape, _FINE, (half, half), 2 * half)
     solid = mask > 0.5
@@ -126,8 +125,7 @@ class Reading:
 
 
 def read(image: Tensor | np.ndarray) -> Reading:
-    """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy).
-    Raises ValueError for another shape or range."""
+    """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy). Raises ValueError for another shape or range."""
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
@@ -252,13 +250,10 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 # --- the rewards -----------------------------------------------------------------------------------------------------
 
 def edge_widths(images: Tensor | np.ndarray) -> list[float]:
-    """Mean width in pixels of the contours of each image's objects; NaN for an image without objects.
+    """Mean width in pixels of the contours of each image's objects, [B, 3, 64, 64] in [0, 1]; NaN without objects.
 
-    Drawn shapes have 1, and the shapes of an image do not change it by their number or size. An object here is a blob
-    of one paint that is neither tiny nor stretched.
-
-    images: float [B, 3, 64, 64] in [0, 1].
-    Raises ValueError for other images.
+    Drawn shapes have 1, whatever their number or size. An object here is a blob of one paint that is neither tiny nor
+    stretched. Raises ValueError for other images.
     """
     widths = [[blob.width for blob in _read_once(image.tobytes()).objects if blob.unity == 1]
               for image in _pixels(images)]

@@ -51,10 +51,8 @@ def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def membership(images: Tensor) -> Tensor:
-    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
-
-    A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
-    """
+    """Degree in [0, 1] of each colour at every pixel, [B, 6, H, W] of images [B, 3, H, W]: a sigmoid of the pixel's
+    progress from the ground to the paint, times its closeness to that line."""
     offset = images[:, None] - GROUND
     way = images.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
     along = (offset * way).sum(2) / way.square().sum(2)
@@ -171,8 +169,7 @@ def _direction(colours: Tensor, taken: list[Place], claims: Claims) -> Tensor | 
 
 
 def gradients(images: np.ndarray) -> np.ndarray:
-    """Histograms [B, 12], each of sum 1, of the gradients of images [B, 3, H, W]: their length in sRGB per pixel, a
-    mean over the channels."""
+    """Histograms [B, 12], each of sum 1, of the gradients' lengths in images [B, 3, H, W], in sRGB per pixel."""
     across, down = np.diff(images, axis=3)[:, :, :-1], np.diff(images, axis=2)[:, :, :, :-1]
     lengths = np.hypot(across, down).mean(1)
     return np.stack([np.histogram(each, BOUNDS)[0] / each.size for each in lengths])

@@ -273,10 +273,8 @@ def _models(body: bytes) -> list[tuple[str, str]]:
 
 
 def _error(body: bytes) -> dict[str, str]:
-    """Message, code, type and param of a server's refusal, empty where it states none.
-
-    The message is under `error`, `message` or `detail`, a text or a list of pydantic's errors, or is the body itself.
-    """
+    """Message, code, type and param of a server's refusal, empty where it states none. The message is under `error`,
+    `message` or `detail`, a text or a list of pydantic's errors, or is the body itself."""
     try:
         record = json.loads(body)
     except (ValueError, RecursionError):

@@ -40,8 +40,7 @@ def frame_index(count: int, number: int) -> list[int]:
 
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
-    """Image [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
-    Raises Failed for an image that holds NaN or an infinity."""
+    """Image [3, H, W] in [0, 1] as an 8-bit data URL, `longest` pixels at most. Raises Failed for one with NaN."""
     from PIL import Image
 
     from flowgrpo.rewards.preprocessing import eight_bit
@@ -73,10 +72,8 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
-
-    entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
-    """
+    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message; none without
+    a source in its metadata `entry`. Raises UserError for an unreadable file."""
     key, paths = sources(entry)
     if paths:
         require_open()

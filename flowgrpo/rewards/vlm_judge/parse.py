@@ -88,8 +88,7 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Function, text -> content of a regular expression's one group in its last match; None without a match.
-    """
+    """Function, text -> what a regular expression's one group holds in its last match; None without one."""
     try:
         pattern = re.compile(parse, re.S)
     except re.error as error:
@@ -111,8 +110,7 @@ def _within(value: float, known: Range | None) -> bool:
 
 
 def _read_score(text: str, known: Range | None) -> float | None:
-    """Read a score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line.
-    """
+    """Score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line."""
     if (value := _read_key(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
         return value
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):

@@ -217,8 +217,7 @@ def sampler(model: str, run: Config | None, text: dict[str, Any], lora: Path | N
 
 
 def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") -> CausalLM:
-    """Load the policy for sampling, with nothing trained.
-    Raises UserError if something does not load."""
+    """Load the policy for sampling, with nothing trained. Raises UserError if something does not load."""
     config, _ = resolve_precision(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model"), "load": Load()}), None

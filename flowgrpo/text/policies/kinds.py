@@ -58,8 +58,7 @@ def reads_images(described: dict[str, Any]) -> bool:
 
 
 def load(config: Config) -> tuple[Any, Any]:
-    """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
-    not load."""
+    """Load a language model with its tokenizer, or processor if it reads images. Raises UserError if it fails."""
     provenance.require_place(config.model)
     sources.require(config.model, config.load)
     hub.require(config.model)

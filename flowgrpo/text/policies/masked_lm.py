@@ -73,8 +73,7 @@ class MaskedLM(CausalLM):
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, unmasking: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor) -> SampledTrace:
-        """Sample an answer to each row from its own generator; greedy: bool [B], rows that take the most likely
-        tokens."""
+        """Sample an answer to each row from its own generator; greedy: bool [B], rows of most likely tokens."""
         assert isinstance(unmasking, Unmasking), type(unmasking)
         count, most = len(tokenized.ids), self.text.max_tokens
         draws, lots = uniforms(generators, 2 * most).to(self.device).split(most, 1)
@@ -148,8 +147,7 @@ class MaskedLM(CausalLM):
 
     def _in_states(self, evaluate: Callable[..., Tensor], tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,
                    mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
-        """`evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...], row by
-        row."""
+        """`evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state, in order."""
         ids, mask = ids.to(self.device), mask.to(self.device)
         turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
         states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)

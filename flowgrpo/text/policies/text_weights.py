@@ -67,8 +67,7 @@ class TextWeights(TrainableWeights):
 
 
 def attach(model: torch.nn.Module, folder: Path, adapter: str = "default") -> None:
-    """Load the LoRA of a folder into a language model, as an adapter of that name.
-    Raises UserError if it does not load."""
+    """Load the LoRA of a folder into a language model, as an adapter of that name. Raises UserError if it fails."""
     try:
         with quiet():
             adapters.load(model, folder, adapter)

@@ -160,8 +160,7 @@ def _parse_json(text: str) -> Any:
 
 
 def validator(schema: object) -> Any:
-    """A schema's validator; references lead nowhere outside it.
-    Raises ValueError for an invalid schema."""
+    """A schema's validator; references lead nowhere outside it. Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
     from referencing import Registry
 

@@ -38,8 +38,7 @@ def pad_rows(rows: Sequence[list[int]], device: Any, padding: int = 0) -> tuple[
 
 
 class TextEncoder(LocalModel):
-    """Reward that embeds texts by a model of transformers; a subclass has its arguments `model`, `revision` and
-    `longest`."""
+    """Reward that embeds texts by a model of transformers; a subclass has `model`, `revision` and `longest`."""
 
     model: str
     revision: str | None

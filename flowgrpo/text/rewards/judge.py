@@ -94,8 +94,7 @@ CHECKS = {"contains": _contains, "excludes": _excludes, "matches": _matches, "wo
 
 
 def items(value: object) -> list[Item]:
-    """Parse a rubric in metadata.
-    Raises ValueError for anything else."""
+    """Parse a rubric in metadata. Raises ValueError for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError("expected a list of items such as {contains: text, weight: 1}")
     rubric = [_item(entry) for entry in value]

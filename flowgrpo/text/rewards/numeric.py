@@ -177,8 +177,7 @@ def _fraction(over: str, under: str) -> Fraction:
 
 
 def _decimal(text: str) -> Fraction:
-    """A decimal number, without its thousands separators.
-    Raises ValueError for one that is too long."""
+    """A decimal number, without its thousands separators. Raises ValueError for one that is too long."""
     text = text.replace(",", "")
     _, _, power = text.lower().partition("e")
     if len(text) > DIGITS or abs(int(power or 0)) > DIGITS:
@@ -272,8 +271,7 @@ class NumericMatch(Keyed):
 
 
 def answer_key(value: object) -> list[Number]:
-    """An answer key as its numbers.
-    Raises ValueError for a text that is neither a number nor arithmetic."""
+    """An answer key as its numbers. Raises ValueError for a text that is neither a number nor arithmetic."""
     numbers = []
     for text in several(value):
         whole = _NUMBER.fullmatch(plain(text).strip())

@@ -1,5 +1,4 @@
-"""Rules for completions: exact answers, choices, tag formats, steps, repetition, length, and translations (BLEU, chrF).
-"""
+"""Rules for completions: exact answers, choices, tag formats, steps, repetition, length, translations (BLEU, chrF)."""
 
 from __future__ import annotations
 

@@ -220,11 +220,7 @@ def prompt_inputs(prompt: Prompt) -> Any:
 
 
 class EngineRollouts(TextRollouts):
-    """Language model whose completions an engine draws.
-
-    Old log-probabilities are the trainer's, as its replay computes them. What the engine's differ by becomes a weight
-    of every token (`Mismatch`).
-    """
+    """`TextRollouts` whose completions an engine draws; the old log-probabilities are always the replay's."""
 
     source = "engine"
 

@@ -130,9 +130,7 @@ class Unmasking(Decoding):
 
     def choose(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
         """The places [n,count] that become tokens; ties go to the first.
-        logits: [n,L,V].
-        masked: bool [n,L].
-        lots: [n,L], numbers that decide a random order."""
+        logits: [n,L,V]; masked: bool [n,L]; lots: [n,L], numbers that decide a random order."""
         rank = lots if self.order == "random" else torch.stack(
             # row by row: V may be large
             [row.amax(-1) - row.logsumexp(-1) for answer in logits for row in wide(answer)])

@@ -141,7 +141,6 @@ def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: De
                   ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
     """Completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text` [n],
     which are not trained, and are drawn from there."""
-
     prefixes = [torch.cat([row[:place], text]) for row, place in zip(ids, places)]
     answers = continue_prefixes(policy, tokenized, prefixes, decoding, generators)
     at = torch.arange(ids.shape[1])
@@ -372,7 +371,6 @@ def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding
             completions: SampledCompletions, places: Tensor) -> SampledCompletions:
     """The completions, each kept up to its place and drawn anew from there.
     places: int64 [b], in tokens. A completion that ends before its place stays unchanged."""
-
     open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):
         return completions

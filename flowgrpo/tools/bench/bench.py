@@ -128,8 +128,7 @@ def log_of(config: Config) -> Path:
 
 
 def trials(workers: Workers, configs: Sequence[Config]) -> list[dict[str, float]]:
-    """Measured cost of an epoch of each configuration; a known one is not measured again. Raises UserError with the
-    first error."""
+    """Cost of an epoch of each configuration, measured once. Raises UserError with the first error."""
     files = [config.folder.with_suffix(".json") for config in configs]
     waiting = {workers.submit("trial", config, file): config for config, file in zip(configs, files)
                if not file.is_file()}
@@ -145,8 +144,7 @@ def remaining(runs: Sequence[Run]) -> list[Run]:
 
 
 def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
-    """Train the runs that have no result; return the errors of failed ones, by their label. Ends early if the first FEW
-    runs fail."""
+    """Train the runs without a result, unless the first FEW all fail; return errors by the run's label."""
     left = remaining(runs)
     waiting = {workers.submit("sweep" if run.column == SWEEP else "run", run.config, run.result): run for run in left}
     errors: dict[str, str] = {}
@@ -169,8 +167,7 @@ def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _progress(runs: Sequence[Run], log: Say) -> Iterator[Callable[[], None]]:
-    """Context manager: yield what brings a bar of all runs' epochs up to date; without a terminal a line now and then.
-    """
+    """Context manager: yield what updates a bar of all runs' epochs, without a terminal a line at times."""
     said = time.monotonic()
     with tqdm(total=sum(run.config.train.epochs for run in runs), desc="epochs of all runs", unit="epoch",
               disable=None, dynamic_ncols=True) as bar:
@@ -188,8 +185,7 @@ def _progress(runs: Sequence[Run], log: Say) -> Iterator[Callable[[], None]]:
 
 
 def seconds(runs: Sequence[Run], trial: dict[str, float], evaluations: int, probed: int, jobs: int) -> float:
-    """Expected seconds of all remaining runs, from the cost of a measured epoch. probed: samples of the diversity of a
-    run."""
+    """Expected seconds of the remaining runs, from a measured epoch. probed: a run's samples of the diversity."""
     total = 0.0
     for run in remaining(runs):
         every, epochs = run.config.eval.every, run.config.train.epochs

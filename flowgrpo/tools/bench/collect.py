@@ -34,8 +34,7 @@ MEND = "remove the run's folder, and the same command trains it again"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean, or difference of two, its 95 % interval and the p value against 0; NaN where a single seed says nothing of
-    others."""
+    """Mean or difference, its 95 % interval, and its p against 0; NaN where a single seed says nothing."""
 
     mean: float
     low: float
@@ -95,8 +94,7 @@ def value_at(points: Sequence[Sequence[float]], place: float) -> float:
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """(x, mean, lowest, highest) of several curves, at the x of all of their points where each has a value. Curves are
-    straight between points."""
+    """(x, mean, lowest, highest) of curves of straight lines, at all their points where each has a value."""
     end = min(curve[-1][0] for curve in curves)
     places = sorted({x for curve in curves for x, _ in curve if x <= end})
     values = np.array([np.interp(places, [x for x, _ in curve], [y for _, y in curve]) for curve in curves])

@@ -76,8 +76,7 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
 
 
 def epochs_for(config: Config, budget: int, process: str = "flow", share: float = 1.0) -> tuple[int, int]:
-    """Most epochs within the budget, one at least, and what they cost together. share: what an epoch costs, in
-    `epoch_cost`."""
+    """Most epochs within the budget, at least one, and their cost. share: what an epoch costs, in `epoch_cost`."""
     method = validate.resolve(config, process)
     total = round(share * _cost(config, method, 0))
     for epoch in count(1):
@@ -121,8 +120,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. column: PUBLISHED, SWEEP or TUNED. lr, clip: factors. foretold: its evaluations, None if they are
-    not known beforehand."""
+    """One run. column: PUBLISHED, SWEEP or TUNED. lr, clip: factors. foretold: its evaluations, if known ahead."""
 
     entry: Entry
     seed: int

@@ -133,5 +133,3 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[fl
 def _scores(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> list[tuple[int, slice, Any]]:
     return [(number, rows, scored) for number, part in enumerate(parts)
             for _, rows, scored in trainer.rollouts.replay(part, conditioning)]
-
-

@@ -69,8 +69,7 @@ def unequal(results: dict[str, Any]) -> bool:
 
 
 def costs(results: dict[str, Any]) -> Rows:
-    """Table of what every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity.
-    `COST` explains the columns."""
+    """Table of what every method spent: evaluations to shares of the gain, seconds, KL, diversity; see `COST`."""
     shares = [f"to {share:.0%}" for share, _ in results["goals"]]
     heads = ["method", *shares, "epochs", "seconds", "zero variance", "KL", "diversity", *results["watched"]]
     rows = []

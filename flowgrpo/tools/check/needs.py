@@ -57,10 +57,9 @@ class File:
 class Need:
     """One thing that a recipe needs.
 
-    what: "extra", "model", "prompts", or "reward NAME". name: of the extra or repository.
+    what: "extra", "model", or "reward NAME". name: of the extra or repository. here: nothing of it is missing.
+    gigabytes: of all files; None where that is not known. accept: what the user has to do first.
     files: of the repository, that are read; missing: those that are not in the cache.
-    gigabytes: of all files; None where that is not known. here: nothing of it is missing.
-    accept: what the user has to do first.
     """
 
     what: str

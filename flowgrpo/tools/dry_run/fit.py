@@ -57,11 +57,11 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
 
 def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: int = 1
                      ) -> tuple[dict[str, Any], Estimate]:
-    """Changes of a recipe that make it fit, as {"memory.vae": "sliced"}, and its estimate with them.
+    """Changes of a recipe that make it fit, as {"memory.vae": "sliced"}, and its estimate with them, which shows if
+    nothing fits. estimate: of the recipe as it is.
 
-    estimate: of the recipe as it is. Options are tried in the documented order, cheapest first, and only those that
-    help a phase that does not fit; the first that fits ends the search. Then those that are not needed are taken back.
-    The estimate shows if nothing fits.
+    Options that help a phase that does not fit are tried in the documented order, cheapest first, until the recipe
+    fits. Then those that are not needed are taken back.
     """
     settings: dict[str, Any] = {}
     refused: set[tuple[str, Any]] = set()
@@ -102,14 +102,14 @@ def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
 def batch_settings(config: Config, room: float, pipe: Any = None, processes: int = 1,
                    micro_batches: Sequence[int] = (), checkpointing: Sequence[bool] = (False, True)
                    ) -> dict[str, Any] | None:
-    """Micro-batch and the checkpointing of the fastest epoch that fits `room` bytes.
+    """Micro-batch and checkpointing of the fastest epoch that fits `room` bytes, as {"micro_batch": 8, "checkpointing":
+    False}: of each setting of checkpointing the largest micro-batch that fits, and of these the one with fewer seconds.
+    None if nothing fits.
 
-    The result is {"micro_batch": 8, "checkpointing": False}: of each setting of checkpointing the largest micro-batch
-    that fits, and of these the one with fewer seconds. None if nothing fits.
     config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the free bytes of a device less a
     few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose from; without micro_batches the
     divisors of the group, and whole groups that divide the prompts. A dry run takes seconds to half a minute, and there
-    are about four for each setting of checkpointing. Raises UserError for what a dry run does not cover.
+    are about four for each setting of checkpointing. UserError for what a dry run does not cover.
     """
     sizes = sorted(micro_batches)
     if not sizes:

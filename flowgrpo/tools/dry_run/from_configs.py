@@ -31,11 +31,9 @@ TEMPLATE = ("{% set content = messages[-1]['content'] %}{% if content is string 
 
 
 def pipeline(model: str, dtype: torch.dtype) -> Any:
-    """Pipeline with weights of this dtype and no values.
-
-    model: a packaged configuration's hub id or pipeline class, a starter's name, a folder, or another hub id, of which
-    configurations and tokenizers are fetched. Raises UserError if there is no such pipeline.
-    """
+    """Pipeline with weights of this dtype and no values. model: a packaged configuration's hub id or pipeline class, a
+    starter's name, a folder, or another hub id, of which configurations and tokenizers are fetched. UserError if there
+    is no such pipeline."""
     known = None if Path(model).is_dir() else published.find(model)
     with quiet():
         pipe = _of_folder(_folder(model), dtype) if known is None else assemble(

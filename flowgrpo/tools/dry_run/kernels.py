@@ -94,9 +94,7 @@ FULL = frozenset("""__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cdist cosh 
 
 
 class Autocast(TorchFunctionMode):
-    """Casts of the tensors that operations take.
-
-    As CUDA's, it casts each trained weight once and keeps it until the context ends.
+    """Casts of the tensors that operations take. As CUDA's, it keeps that of a trained weight until the context ends.
     """
 
     def __init__(self, dtype: torch.dtype):

@@ -2,7 +2,7 @@
 
 `MetaGPU` sees every operation on them. By phase it counts bytes, FLOPs, kernels, the seconds of a roofline, and what
 makes the host wait: values that it reads, and copies that block. A value that is unknown reads as 0, 1 or True.
-Bytes in use and reserved follow torch's caching allocator of CUDA memory, by its rules for sizes.
+Bytes follow torch's caching allocator of CUDA memory, by its rules for sizes.
 """
 
 from __future__ import annotations

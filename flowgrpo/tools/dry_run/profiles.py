@@ -46,9 +46,7 @@ def _seconds(*kernel: Any) -> Any:
 
 def find(config: Config, gpu: GPU, processes: int, run: Callable[[GPU], Estimate], alone: bool) -> Estimate:
     """Counts of `run`, a recipe's dry run on a GPU: those known already, or else its result, which the cache keeps.
-
-    alone: the counts depend on the GPU in more than their seconds.
-    """
+    alone: the counts depend on the GPU in more than their seconds."""
     place = next((place for place, known in enumerate(GPUS.values()) if known == gpu), None)
     digest = None if place is None else digest_of(config, processes, gpu if alone else None)
     if place is None or digest is None:

@@ -100,8 +100,7 @@ def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
 
 
 def right(margins: Tensor, verdicts: Tensor) -> Tensor:
-    """1 if the preferred image has the higher score, 1/2 for equal scores, 0 otherwise: [N, A] -> [N, A]. NaN if no
-    image is preferred."""
+    """1 where the preferred sample scores higher, 1/2 for equal scores, else 0, NaN for ties: [N, A] -> [N, A]."""
     sided = margins.sign() * (2 * verdicts - 1).sign()
     return torch.where(verdicts.isnan() | (verdicts == 0.5), torch.nan, (sided + 1) / 2)
 

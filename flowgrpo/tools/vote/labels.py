@@ -45,8 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Result: numbers of pairs, of prompts with samples and of prompts without a pair, and of failed samples by
-    reward, with the last failure."""
+    """Numbers of pairs, of prompts, of prompts without a pair, and by reward of failures, with the last one."""
 
     pairs: int
     prompts: int

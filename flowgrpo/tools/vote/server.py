@@ -83,8 +83,7 @@ class Handler(loopback.Handler):
         self.send(content, KINDS[file.suffix.lower()], Cache_Control="private, max-age=3600")
 
     def _source(self, file: Path | None) -> None:
-        """Send an image that a prompt brings, upright and at most SHOWN pixels long, as WebP: it may be of any format.
-        """
+        """Send an image that a prompt brings, of any format, upright and at most SHOWN pixels long, as WebP."""
         if file is None:
             raise Refused(404, "no such image")
         try:

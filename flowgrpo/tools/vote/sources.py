@@ -70,6 +70,7 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     brought = brought if len(brought) == len(prompts) else [()] * len(prompts)
     return [Comparison(*row) for row in zip(prompts, *columns, tasks, brought)], (names[0], names[-1])
 
+
 def _texts(value: Any, *kinds: type) -> list[Any]:
     whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(str(text)) for text in value)
     return value if whole else []
@@ -115,7 +116,6 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
     first, second = a.resolve(), b.resolve()
     names = (first.name, second.name) if first.name != second.name else (str(a), str(b))
     return comparisons, names
-
 
 
 def list_images(folder: Path) -> dict[str, tuple[Path, Prompt]]:

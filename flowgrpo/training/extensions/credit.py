@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.edits import Editor
 
 class Recalling:
-    """Buffer of a run, on the CPU; every process keeps its own samples.
-
-    It holds final states [n,*D], the indices [n] of their prompts among `prompts` [u,T,E], and their rewards [n].
-    """
+    """Buffer of a run, on the CPU, of each process's own samples: final states [n,*D], the indices `of` [n] of their
+    prompts among `prompts` [u,T,E], and their rewards [n]."""
 
     def __init__(self, part: Recall, editor: Editor, processes: Processes):
         self.part, self.editor, self.processes, self.fits = part, editor, processes, 0
@@ -54,8 +52,7 @@ class Recalling:
         return parts
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
-        """Add samples [m]; of: [m], their indices among prompts [P,T,E].
-        Samples of another shape, with prompts of another length, are dropped."""
+        """Add samples [m]; of: [m], their indices among prompts [P,T,E]. Earlier ones of other shapes are dropped."""
         if self.states.shape[1:] != states.shape[1:] or self.prompts.shape[1:] != prompts.shape[1:]:
             self.states, self.of, self.rewards = states[:0], of[:0], rewards[:0]
             self.prompts = prompts[:0]
@@ -158,8 +155,8 @@ def measure_decisions(method: Method, parts: list[Part], replay: Replay, referen
 
 @torch.no_grad()
 def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
-    """The KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions of all
-    processes, without those drawn under guidance that is not learned; 0 without any."""
+    """The KL of the policy that drew the parts to the present one, the mean of r - 1 - log r over the decisions of all
+    processes but those under guidance that is not learned; 0 without any."""
     total = torch.zeros(2, dtype=torch.float64)  # sum and number
     with processes.collective():
         for part in parts:

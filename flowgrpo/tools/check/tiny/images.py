@@ -67,9 +67,7 @@ def sd3(seed: int = 0) -> Pipeline:
 
 def flux(seed: int = 0, kind: str = "FluxPipeline", **options: Any) -> Pipeline:
     """Return a FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
-
-    kind: another pipeline class of the same parts. options: its further arguments.
-    """
+    kind: another pipeline class of the same parts. options: its further arguments."""
     torch.manual_seed(seed)
     tokens = tokenizer()
     parts = {"transformer": lively(flux_transformer())} if "transformer" not in options else {}
@@ -79,10 +77,8 @@ def flux(seed: int = 0, kind: str = "FluxPipeline", **options: Any) -> Pipeline:
 
 
 def flux_fill(seed: int = 0) -> Made:
-    """Return a FluxFillPipeline, whose transformer reads the masked image and the mask as channels.
-
-    16 of the state, 16 of the image, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
-    """
+    """Return a FluxFillPipeline, whose transformer reads 16 channels of the state, 16 of the masked image, and 16 of
+    the mask: 2 x 2 pixels for each of the 2 x 2 packed places."""
     torch.manual_seed(seed)
     denoiser = lively(flux_transformer(in_channels=48, out_channels=16))
     return flux(seed, "FluxFillPipeline", transformer=denoiser), FLUX_CALL | HALF
@@ -105,10 +101,8 @@ def qwen_image(seed: int = 0, kind: str = "QwenImagePipeline") -> Made:
 
 
 def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> Made:
-    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image.
-
-    It scales the image to a million pixels, so the autoencoder shrinks by 64.
-    """
+    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image. It
+    scales the image to a million pixels, so the autoencoder shrinks by 64."""
     torch.manual_seed(seed)
     tokens = chat_tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})

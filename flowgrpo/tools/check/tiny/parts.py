@@ -113,10 +113,7 @@ def image(size: int = 16) -> Image.Image:
 
 
 def flux_transformer(kind: Any = None, **options: Any) -> Network:
-    """Return a double and a single block of width 16, for packed latents of 16 channels.
-
-    kind: a ControlNet's class. options: configuration values.
-    """
+    """Return a double and a single block of width 16, for packed latents of 16 channels. kind: a ControlNet's class."""
     return (kind or diffusers.FluxTransformer2DModel)(**dict(
         patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=1,
         joint_attention_dim=16, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6)) | options)
@@ -152,10 +149,8 @@ def qwen_vae() -> Network:
 
 
 def patch_vae() -> Network:
-    """Return an AutoencoderKLWan that shrinks by 64: by 16 before its first layer, by 4 in three stages.
-
-    Pipelines read the factor from the number of `temperal_downsample`: 2**6.
-    """
+    """Return an AutoencoderKLWan that shrinks by 64, the 2**6 that pipelines read from the number of
+    `temperal_downsample`: by 16 before its first layer, by 4 in three stages."""
     return diffusers.AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768, temperal_downsample=[False] * 6,
         out_channels=768, patch_size=16, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)

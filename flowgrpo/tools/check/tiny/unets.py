@@ -59,10 +59,8 @@ def lcm() -> Scheduler:
 
 def sd15(scheduler: Scheduler | None = None, seed: int = 0, kind: str = "StableDiffusionPipeline",
          **options: Any) -> Pipeline:
-    """Return a StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker.
-
-    kind: another class of these parts. options: its further arguments.
-    """
+    """Return a StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker. kind: another
+    class of these parts. options: its further arguments."""
     torch.manual_seed(seed)
     tokens = tokenizer()
     parts = {"unet": unet(), "scheduler": scheduler or pndm(), "vae": autoencoder(),
