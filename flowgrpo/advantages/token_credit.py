@@ -30,7 +30,8 @@ def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
 def segments_of(cuts: Tensor, interval: int) -> Tensor:
     """Segment of each token, int64 [m, L] from 0, of cut points bool [m, L].
 
-    A segment begins with a cut point, the first with the first token, and holds `interval` of them, the last one fewer.
+    A segment begins with a cut point and holds `interval` of them, the last one fewer. Tokens before the first cut
+    point belong to the first segment.
     """
     return (cuts.long().cumsum(1) - 1).clamp(min=0) // interval
 
@@ -47,7 +48,10 @@ def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
 def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
     """Value that every token's segment added, [m, L]: that of the state behind it less that of the state before.
 
-    values: [m, S], of the state before each segment, NaN beyond a row's last one. rewards: [m], behind the last one.
+    values: [m, S], of the state before each segment, NaN beyond a row's last one.
+    rewards: [m], the value behind the last segment.
+
+    A row's segments add up to its reward less its first value.
     """
     behind = torch.cat([values[:, 1:], torch.full_like(values[:, :1], torch.nan)], 1)
     behind = torch.where(behind.isnan(), rewards[:, None].to(values), behind)
@@ -55,8 +59,11 @@ def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
 
 
 def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) -> Tensor:
-    """Step of each token, int64 [m, L] from 0: `every` tokens, or up to a token of `ends` if any are given. Masked
-    tokens belong to the last step before them."""
+    """Step of each token, int64 [m, L] from 0.
+
+    A step is `every` tokens, or ends with a token of `ends` if any are given. Masked tokens belong to the last step
+    before them.
+    """
     if ends:
         ended = torch.isin(ids, torch.tensor(sorted(ends))) & mask
         steps = ended.long().cumsum(1) - ended.long()
@@ -66,8 +73,10 @@ def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) 
 
 
 def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """State before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end. Rows of one group
-    (`groups`, int64 [m]) with the same tokens so far share a state."""
+    """State before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end.
+
+    Two rows share a state if they have the same prompt (`groups`, int64 [m]) and the same tokens so far.
+    """
     states = torch.full((len(ids), int(steps.max()) + 2), -1)
     numbers: dict[tuple, int] = {}
     for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
@@ -82,7 +91,8 @@ def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:
     """GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T].
 
-    states: int64 [m, T], the state before each step, -1 for none. rewards: [m], at the end.
+    states: int64 [m, T], the state before each step, -1 for none.
+    rewards: [m], at the end.
 
     The return of a step is gamma to the power of the steps behind it times the reward. Its advantage is that less the
     mean return of all steps that left the same state, over their deviation (ddof 1, eps 1e-6) with `divide`. 0 for a
@@ -106,10 +116,12 @@ def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool 
 
 
 def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean reward of the samples that pass through each state, in a tree of the leaves below, and their number: both
-    [m, T] (SPO-tree, 2505.23564).
+    """Value of each state to the samples that pass through it, and their number: both [m, T].
 
-    states: int64 [m, T], equal where samples share one, -1 for none. rewards: [m], NaN for none.
+    states: int64 [m, T], equal where samples share one, -1 for none.
+    rewards: [m], NaN for none.
+
+    The value of a state is the mean reward of its samples: in a tree, of the leaves below (SPO-tree, 2505.23564).
     """
     (rewards,) = wide(rewards)
     known = (states >= 0) & ~rewards.isnan()[:, None]
@@ -126,8 +138,10 @@ def mean_step_advantage(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor
                         history: int) -> Tensor:
     """Mean advantage of all rows that take the same step, of each token: [m, L].
 
-    steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m]. Steps are the same if their groups, their
-    tokens and those of the `history` steps before (-1: of all) are equal. A row that takes one twice counts twice.
+    steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m].
+
+    Steps are the same if their groups, their tokens and those of the `history` steps before are equal; -1: of all steps
+    before. A row that takes a step twice counts twice.
     """
     edges: dict[tuple, list[tuple[int, Tensor]]] = {}
     for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
@@ -150,9 +164,9 @@ class Progress:
     """Bonus of a trained step: the change of the clean prediction's reward over it (MRT, 2503.07572; IRCoCo,
     2401.16637): `progress`.
 
-    Before every trained step the predicted clean image is scored. A step's reward, which the method's advantage
-    compares, is `outcome` times the sample's reward plus `weight` times its progress. Papers score blocks of text; the
-    denoising form is a reconstruction.
+    Before every trained step the predicted clean image is decoded and scored. A step's reward is `outcome` times the
+    sample's reward plus `weight` times its progress, and is compared by the method's advantage at that step. Papers
+    score blocks of text; the denoising form is a reconstruction.
 
     discount: share of the later steps' progress that counts too. 0 is the step's progress alone; 1 is the sample's
         reward less that of the prediction, which is potential-based shaping with Phi = V and Phi(end) = 0 (GRPO-R).
@@ -173,10 +187,12 @@ class Progress:
 
 
 def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
-    """Progress of K steps, the value behind a step less that before it, plus `discount` times the result of the next
-    step: [P, G, K].
+    """Progress of K steps, [P, G, K]: the value behind a step less that before it.
 
     values: [P, G, K], of the states before the steps. final: [P, G], behind the last one.
+    discount: a step's result is its progress plus `discount` times the result of the next step.
+
+    Undiscounted progress of a sample's steps adds up to its final value less its first one.
     """
     steps = torch.cat([values[..., 1:], final[..., None]], 2) - values
     results = [steps[..., -1]]
@@ -218,8 +234,9 @@ class SegmentChain(TokenCredit):
     2505.23564): `segments.chain`.
 
     A segment begins at a token whose probability was below `cut` and holds `interval` such tokens. The value of its
-    first state is the mean reward of `samples` continuations, that of the prompt the mean of the group. masked: only
-    tokens at cut points are trained, the paper's probability mask.
+    first state is the mean reward of `samples` continuations. The value of the prompt is the mean of the group, and
+    that behind the last segment the reward. masked: only tokens at cut points are trained, the paper's probability
+    mask.
     """
 
     cut: Annotated[float, Above(0, to=1)] = 0.9
@@ -245,9 +262,9 @@ class SegmentTree(TokenCredit):
     """Advantage of a token as the change of value over its `every` tokens; a value is the mean reward of all samples of
     the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
 
-    With `draws: Tree` of as many tokens these are the leaves below a node of the tree. The credit of shared tokens is
-    divided by the number of samples that share them. cut: only tokens whose probability was below it are trained, the
-    paper's probability mask (1: all but certain ones).
+    With `draws: Tree` of the same number of tokens these are the leaves below a node of the tree. The credit of shared
+    tokens is divided by the number of samples that share them, so an edge of the tree is trained once. cut: only tokens
+    whose probability was below it are trained, the paper's probability mask (1: all but certain ones).
     """
 
     every: Annotated[int, AtLeast(1)] = 32
@@ -316,8 +333,9 @@ class MergedSteps(TokenCredit):
 class Planning(TokenCredit):
     """Advantage A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
 
-    Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion; of images the first
-    `first` steps of the grid, which lay out the image. HICRA finds phrases of planning in its texts beforehand.
+    Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion. Of images they are
+    the first `first` steps of the grid, of high noise, which lay out the image; `ids` has no meaning there. HICRA
+    finds phrases of planning in its texts beforehand.
     """
 
     alpha: float = 0.2
@@ -347,8 +365,8 @@ class Exploring(TokenCredit):
     are pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around.
 
     MSSR (2512.18215) shapes the advantages of single rollouts so (with `advantage: {type: ValueTracker}`); alpha is its
-    lambda and kappa its gamma. Entropies are those of the policy that drew the tokens, by one more replay per epoch.
-    The default numbers are ours.
+    lambda and kappa its gamma. "Exploring Superior Function Calls" shapes those of a group by entropy. Entropies are
+    those of the policy that drew the tokens, by one more replay per epoch. The default numbers are ours.
     """
 
     alpha: Annotated[float, AtLeast(0)] = 0.4

@@ -15,11 +15,17 @@ from flowgrpo.distributed.processes import Processes
 class EpochBatch:
     """Groups of all processes so far, P of them in the order of drawing.
 
-    pool: the training prompts. epoch, epochs, seed: of the run; epochs are counted from 0.
+    pool: the training prompts.
+    epoch, epochs, seed: of the run; epochs are counted from 0.
     memory: state of the method's parts between epochs.
-    prompts: P of them. totals: [P,G], the weighted sums of rewards.
-    replaced: indices of replaced groups. turns: the group indices of every turn.
-    diversity: of every group; norms: of the gradients of its samples, [G] each; if the curriculum reads them.
+    prompts: P of them.
+    totals: [P,G], the weighted sums of rewards.
+    replaced: indices of replaced groups.
+    turns: the group indices of every turn.
+    diversity: of every group, if the curriculum reads it.
+    norms: of the gradients of each group's samples, [G] each, if the curriculum reads them.
+
+    A method that samples a prompt several times has more groups than prompts, and one turn.
     """
 
     def __init__(self, pool: Sequence[Prompt], epoch: int, epochs: int, seed: int, processes: Processes,
@@ -58,7 +64,8 @@ class EpochBatch:
 
     def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor, diversity: Sequence[float] = (),
             norms: Sequence[Tensor] = ()) -> None:
-        """Add a turn of all processes: its prompts, scores [P,G,R], totals [P,G], and diversity and norms if known."""
+        """Add a turn of all processes: its prompts, their scores [P,G,R], totals [P,G], and diversity and norms, if
+        known."""
         if len(norms):
             self.norms = [*(self.norms or []), *norms]
         if diversity:
@@ -69,8 +76,8 @@ class EpochBatch:
         self._totals.append(totals)
 
     def replace(self, pairs: Sequence[tuple[int | None, Prompt]]) -> list[Prompt]:
-        """The prompts of the next turn, each of which replaces a group, or adds one if its place is None. As many as
-        the processes can share equally, perhaps none."""
+        """The prompts of the next turn, each of which replaces a group, or adds one if its place is None.
+        Their number is divisible by the number of processes; it may be 0."""
         pairs = pairs[:len(pairs) // self.processes.count * self.processes.count]
         self.replaced |= {place for place, _ in pairs if place is not None}
         return [prompt for _, prompt in pairs]
@@ -79,7 +86,8 @@ class EpochBatch:
         return [self.prompts[place] for place in self._own()]
 
     def prompts_and_scores(self) -> tuple[list[Prompt], Tensor]:
-        """The prompts, process by process, and the scores [P,G,R] of their groups, NaN of replaced ones."""
+        """The prompts, process by process, and the scores [P,G,R] of their groups.
+        A replaced group has NaN, so it is neither compared nor trained."""
         if self.turn == 1:
             return self.prompts, self._scores[0]
         scores = torch.cat(self._scores)

@@ -1,9 +1,11 @@
 """Processes of a run, and their collectives. On one process everything here is the identity.
 
 Every process holds the same weights and takes an equal share of the epoch's samples: whole groups where the processes
-divide the prompts, else equal slices of groups. Values that a method compares are gathered, and gradients are summed
-once per optimizer step. Every process makes the same calls in the same order: a branch around one is taken by all or by
-none. With context parallelism a team of processes runs the same rows and counts as one process here.
+divide the prompts, else equal slices of groups. Values that a method compares are gathered, so every process computes
+them on the whole. Gradients are summed once per optimizer step. Every process makes the same calls in the same order: a
+branch around one is taken by all or by none.
+
+With context parallelism a team of processes runs the same rows and counts as one process here.
 """
 
 from __future__ import annotations
@@ -51,8 +53,10 @@ class OutOfMemoryElsewhere(torch.OutOfMemoryError):
 
 
 class Processes:
-    """rank: this process's number, or its team's; count: of all. members: processes of a team, which run the same rows;
-    member: this one's number in it. device: of collectives.
+    """rank: this process's number, or its team's.
+    count: the number of processes, or of teams.
+    members: processes of a team, which run the same rows; member: this one's number in it.
+    device: of collectives.
 
     Without an accelerator: this process alone, under any launcher.
     """
@@ -165,10 +169,13 @@ class Processes:
     @contextmanager
     def collective(self) -> Iterator[None]:
         """Context manager for work in which no process waits for another: if one fails or is asked to stop, all leave
-        here, with its error there and Stopped on the others, when their own work is done; with sharded weights, before
-        their next call of the denoiser. If those that fail are all out of memory, the others raise
-        OutOfMemoryElsewhere, so that all can go on alike. A member of a team that fails leaves alone: the others may
-        wait in the denoiser, until `watch` ends them."""
+        here.
+
+        Raises the error of the process that failed, and Stopped on the others, when their own work is done; with
+        sharded weights, before their next call of the denoiser. If those that fail are all out of memory, the others
+        raise OutOfMemoryElsewhere, so that all can go on alike. A member of a team that fails within its work leaves
+        alone: the others may wait in the denoiser, until `watch` ends them.
+        """
         try:
             yield
             if self.lockstep is not None:
@@ -192,8 +199,9 @@ class Processes:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
     def alike(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
-        """A context, inside `collective`, in which sharded processes with the same calls make them without agreeing on
-        each: `Lockstep.in_step`. calls: what these go by; equal values have the same `repr` everywhere."""
+        """A context, inside `collective`, in which sharded processes with the same calls make them without
+        agreeing on each: `Lockstep.in_step`.
+        calls: returns what this process's calls go by; equal values have the same `repr` everywhere."""
         return nullcontext(lambda number: None) if self.lockstep is None else \
             self.lockstep.in_step(zlib.crc32(repr(calls()).encode()))
 
@@ -235,8 +243,8 @@ class Processes:
 
 @contextmanager
 def _failing(error: Exception) -> Iterator[None]:
-    """Context manager: this process has failed, and waits for the others, which it asks to stop; `watch` limits that.
-    """
+    """Context manager in which this process has failed, and waits for the others to leave too: `watch` limits that, and
+    asks them to stop."""
     failures.append((time.monotonic(), error))
     signals.ask()
     try:

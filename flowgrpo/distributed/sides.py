@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 class Side:
-    """Accelerate's object of the processes of one side; what it does not have is that of all (whole).
+    """Accelerate's object of the processes of one side; what it does not have is that of all.
 
-    rollouts: the number of processes that only sample, the last ones; trains: that of the others. samples: this process
-    only samples. group: of this side. up: of all, for samples; down: of the first process and of those that sample, for
-    weights. Both are of gloo, which carries tensors of the CPU.
+    rollouts: the number of processes that only sample, the last ones; trains: that of the others.
+    whole: the object of all processes. samples: this process is one that only samples.
+    group: of this side. up: of all, for samples; down: of the first process and of those that sample, for weights. Both
+    are of gloo, which carries tensors of the CPU.
     """
 
     def __init__(self, accelerator: Accelerator, rollouts: int):

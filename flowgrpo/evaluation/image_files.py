@@ -34,7 +34,10 @@ OF_PARTS = (f"*/{LORA_FILE}", f"*/{ADAPTER_FILE}", "*/diffusion_pytorch_model*.s
 
 def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = None) -> None:
     """Write an image [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
-    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4."""
+    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4.
+
+    fps: frames per second of a clip.
+    """
     if image.ndim == 4:
         save_clip(path, image, parameters, fps)
         return
@@ -62,8 +65,12 @@ def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None,
 
 
 def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
-    """Generation settings of an image [3, H, W] or clip [F, 3, H, W] in AUTOMATIC1111's notation: lines of the prompt,
-    the negative prompt, which ComfyUI needs also if it is empty, and the settings. seed: of the image's own noise."""
+    """Generation settings of an image [3, H, W] or clip [F, 3, H, W] in AUTOMATIC1111's notation.
+
+    Its lines are the prompt, the negative prompt, and the settings. ComfyUI needs the second also if it is empty.
+
+    seed: of the image's own noise.
+    """
     fields = settings | {"Seed": seed, "Size": f"{image.shape[-1]}x{image.shape[-2]}"}
     line = ", ".join(f"{name}: {quote(value)}" for name, value in fields.items() if value is not None)
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
@@ -112,7 +119,8 @@ def tensors_hash(file: Path) -> str:
 
 
 def free(path: Path) -> Path:
-    """This path, or with the first free number from 2 on behind its name; the mp4 of a WebP is to be free, too."""
+    """Path that does not exist: this one, or with the first free number from 2 on behind its name. The mp4 of a WebP is
+    to be free, too."""
     number = 2
     while path.exists() or (path.suffix.lower() == ".webp" and path.with_suffix(".mp4").exists()):
         path, number = path.with_name(f"{path.stem.rpartition('~')[0] or path.stem}~{number}{path.suffix}"), number + 1
@@ -120,7 +128,8 @@ def free(path: Path) -> Path:
 
 
 def save_rows(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor, fps: float | None = None) -> None:
-    """Write images [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder in place of earlier ones."""
+    """Write images [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
+    ones. fps: frames per second of clips."""
     atomic.make_folder(folder)
     for file in folder.iterdir():
         if re.fullmatch(r"\d+\.(png|webp|mp4)", file.name):
@@ -145,7 +154,10 @@ def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch
 
 def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], fps: float | None = None
                  ) -> list[str]:
-    """Write the images and clips of each column of a page into a folder below the page's name; return the folders."""
+    """Write the images of each column of a page into a folder below the page's name; return the folders.
+
+    columns: of images and clips, as of `save`.
+    """
     folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
                for number, name in enumerate(names)]
     for folder, images in zip(folders, columns, strict=True):

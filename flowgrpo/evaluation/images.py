@@ -59,7 +59,10 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     lora: a finished run or its checkpoint (the run's `image`, `memory` and `precision` apply), a folder with a LoRA,
     or its file; None: the base.
     steps, guidance: None takes those of the run's evaluation; without a run a starter's card's, or the pipeline's.
-    image: file of an image from which all prompts start. enhancer: rewrites prompts. Other arguments: see `evaluate`.
+    rlg: draw with base + rlg * (tuned - base), see policies/pipelines/rlg.py.
+    image: file of an image from which all prompts start. precision: None takes the run's, or the device's default.
+    best_of: draws per image, of which the one with the highest reward `by` is kept, a name or its rule by name.
+    enhancer: rewrites the prompts that images are drawn from.
     An image depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable image.
     """
@@ -134,10 +137,12 @@ def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(iter
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
     """Draw base and tuned images of `count` prompts side by side, with the run's rewards below; returns `output`. The
-    images one by one lie in a folder of its name. Clips are drawn as their frames, and animated as WebP and mp4.
+    images one by one lie in a folder of its name.
+    Clips are drawn as their frames, and animated in an additional WebP and mp4.
 
-    run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply. prompts: a prompt file, or None
-    for `count` of the run's held-out prompts, evenly spaced. rlg: draw tuned images with base + rlg * (tuned - base).
+    run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
+    prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
+    rlg: draw the tuned images with base + rlg * (tuned - base).
     Raises UserError for a folder that is not a run, or has no weights yet.
     """
     run = Path(run)

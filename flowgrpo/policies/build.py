@@ -64,8 +64,10 @@ def kind(config: Config, loaded: Any = None) -> str:
 
 
 def writes(model: str, config: Config | None = None) -> bool:
-    """True for a language model, judged by the run that trained it, its files, or the hub. UserError for a folder that
-    is neither a language model nor a pipeline."""
+    """True for a language model, judged by the run that trained it, its files, or the hub.
+
+    Raises UserError for a folder that is neither a language model nor a pipeline.
+    """
     if sources.is_file(model):
         sources.require_pipeline(model)
         return False
@@ -90,8 +92,10 @@ def process(kind: str) -> str:
 
 
 def load(config: Config, encoders: bool = True) -> Any:
-    """Load the pipeline of a configuration, or its (model, tokenizer or processor). encoders: with its text encoders.
-    UserError if it does not load."""
+    """Load the pipeline of a configuration, or its (model, tokenizer or processor).
+
+    encoders: with its text encoders. Raises UserError if it does not load.
+    """
     if (kind_of_model := kind(config)) != PIPELINE:
         keys_read.require_kind(config, kind_of_model)
         return domains.sampled_by("tokens").load(config)
@@ -138,8 +142,10 @@ def modality_ahead(config: Config, loaded: Any = None) -> str | None:
 
 
 def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:
-    """Raise UserError for the first prompt whose files the model does not take, or that lacks one. loaded: the model,
-    once it is loaded; a pipeline on the hub is not known before."""
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
+
+    loaded: the model, once it is loaded; a pipeline on the hub is not known before.
+    """
     if (model_kind := kind(config, loaded)) == PIPELINE:
         from flowgrpo.policies.pipelines import conditioned
 
@@ -157,7 +163,10 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> Any:
-    """Policy of a configuration. loaded: its pipeline or (model, tokenizer or processor), if it is loaded already."""
+    """Policy of a configuration.
+
+    loaded: its pipeline or (model, tokenizer or processor), if it is loaded already.
+    """
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
         keys_read.require_kind(config, kind(config, pipe))

@@ -39,8 +39,10 @@ def describe_base_model(path: Path) -> str:
 
 
 def require_fit(model: str, path: Path, files: Load = Load()) -> None:
-    """Raise UserError for a run's LoRA of layers that a pipeline's folder lacks, or has in another size. files: where
-    else the model's weights are. What cannot be read without loading the model is left to that."""
+    """Raise UserError for a run's LoRA of layers that a pipeline's folder lacks, or has in another size.
+
+    files: where else the model's weights are. What cannot be read without loading the model is left to that.
+    """
     folder, origin = Path(FOLDERS.get(model, model)), describe_base_model(path)
     assembled = any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
                      files.textual_inversion))
@@ -95,10 +97,13 @@ def place(device: torch.device | None = None) -> torch.device:
 
 def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
                   memory: Memory = Memory(), files: Load = Load()) -> Any:
-    """Load the pipeline on a GPU (by default the first) or on the CPU, in the device's precision if it is `auto`.
+    """Load the pipeline on a GPU (by default the first) or on the CPU.
 
+    precision: `auto` takes the device's default.
+    files: where the model's weights are.
     memory: as in a run: storage and place of weights, decoding. A LoRA that is loaded later comes with its block. 4-bit
-    weights need a GPU and are loaded in full on the CPU. UserError if a required package is absent.
+    weights need a GPU and are loaded in full on the CPU.
+    Raises UserError if a required package is absent.
     """
     device = place(device)
     gpu = device.type == "cuda"
@@ -125,8 +130,10 @@ def files_of(config: Config | None, model: str) -> Load:
 
 
 def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
-    """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline. told: print what of a LoRA of others was
-    applied. UserError if there is none, or none that fits."""
+    """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline.
+
+    told: print what of a LoRA of others was applied. Raises UserError if there is none, or none that fits.
+    """
     modules = denoisers(pipe) | text_encoders(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
     if checkpoints.is_checkpoint(path):

@@ -44,16 +44,21 @@ ON_DEVICE = 2**28  # bytes of a part's images that wait on the GPU for their rew
 
 
 def draw_sizes(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> list[Size]:
-    """The (height, width) of each prompt's group in an epoch, by its `Prompt.key`: all are as likely, and the same on
-    every process and after a resume."""
+    """The (height, width) of each prompt's group in an epoch: all sizes are as likely.
+
+    A pure function of its arguments: the same on every process, and after a resume.
+    keys: of the prompts (`Prompt.key`). Groups of one prompt in an epoch have one size.
+    """
     return [sizes[int.from_bytes(hashlib.sha256(f"{seed} {epoch} {key}".encode()).digest()[:8], "big") % len(sizes)]
             for key in keys]
 
 
 def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: Sequence[Size],
                   slices: int) -> None:
-    """Raise UserError if the pipeline does not make images of these sizes: a step and an image of each are tried, under
-    the prompt of `encode`. slices: of every group over processes."""
+    """Raise UserError if the pipeline does not make images of these sizes: a step and an image of each are tried.
+
+    encode: gives the conditioning of one prompt. slices: of every group over processes.
+    """
     if not sizes:
         return
     name = type(policy.pipe).__name__
@@ -80,8 +85,10 @@ def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], si
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
-    """Grid, initial noises, rollouts and replays of a pipeline under a method. first: a prompt with which the
-    pipeline's own grid is read. target: what the loss scores."""
+    """Grid, initial noises, rollouts and replays of a pipeline under a method.
+
+    first: a prompt with which the pipeline's own grid is read. target: what the loss scores.
+    """
 
     policy: PipelinePolicy
     drawer: Drawer | None = None  # what draws in the place of the pipeline: an engine
@@ -111,8 +118,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                    probes.goes_on(method, self.explorations(0)))
 
     def _require_noise(self) -> None:
-        """Print which steps of the run are not trained. Raises UserError for an epoch that has no others, and for a
-        plan that the steps left by a strength do not fit."""
+        """Print which steps of the run are not trained.
+
+        Raises UserError for an epoch that has no others, and for a plan that the steps left by a strength do not fit.
+        """
         train, method, found = self.config.train, self.method, dict[int, float]()
         given = self.grid, self.target.samples_per_prompt, self.shift
         if not method.scores_noise:
@@ -206,8 +215,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Sample a group per prompt (`GroupSampler`): yield parts with the images [b,...] of `decode`, once per
-        granularity; None where no reward looks at them."""
+        """Sample a group per prompt: yield the parts as they are finished, each with its images.
+
+        Images [b,...] are those of `decode`, once per granularity; None where no reward looks at them.
+        judge: the total reward, by which a method with previews chooses its initial noises.
+        value: the one whose gradient a method with `backprop` follows.
+        turn: how often the epoch has drawn before.
+        """
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         lags = self.method.denoising.lag.most > 0
         if lags:
@@ -320,7 +334,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return judge(images, together, prompts, finals.float().cpu(), names)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """Base model's images [b,...] from a part's initial noises, on the CPU; None for a part that came from none."""
+        """Base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
+
+        None for a part that came from none.
+        """
         if part.seeds is None:
             return None
         before = self.policy.evaluations

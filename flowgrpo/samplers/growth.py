@@ -31,8 +31,11 @@ Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Nodes:
-    """States of one step: x [n,*D], or None before the first noise, of prompts [n], with a generator each.
+    """States of one step.
 
+    x: [n,*D], or None before the first noise.
+    prompts: [n].
+    generators: one per state.
     x0: [n,*D], the last predicted data, for a multistep solver.
     """
 
@@ -97,8 +100,10 @@ class Grower(Generic[C]):
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
     def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
-        """Nodes that the samples of the prompts begin from, and their step: the first split or noise. Explorations of
-        the same prompts continue from each other's prefixes."""
+        """Nodes that the samples of the prompts begin from, and their step: the first split or noise.
+
+        Explorations of the same prompts continue from each other's prefixes.
+        """
         trunk = self.exploration.trunk
         if self.exploration.alone:
             return self._roots(prompts), trunk
@@ -200,8 +205,10 @@ class Recorder:
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # the last state, here and on its device
 
     def concatenate(self, states: list[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
-        """States [b,*D] of micro-batches as one tensor [n,*D]: the last result if it has the same states, or `before`
-        [n,*D] if equal."""
+        """States [b,*D] of micro-batches as one tensor [n,*D], the last result if it has the same states.
+
+        before: [n,*D], returned in their place if equal.
+        """
         if self._joined is not None and list(map(id, states)) == list(map(id, self._joined[0])):
             return self._joined[1]
         whole = cat(states)
@@ -278,8 +285,10 @@ def calls(part: Part) -> list[tuple[int, int, int]]:
 
 
 def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
-    """Batches of the denoiser as lists of (recorded step, its states): of one step, or of several where that saves
-    calls. sizes: the number of states of every recorded step."""
+    """Batches of the denoiser as lists of (recorded step, its states).
+
+    A batch holds one step, or several where that saves calls. sizes: the number of states of every recorded step.
+    """
     if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
         return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
                 for at in range(0, size, micro_batch)]
@@ -304,7 +313,10 @@ def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tupl
 
 
 def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
-    """Transitions that leave `states` of one step, and their score. x, v: the states and the model output [b,*D]."""
+    """Transitions that leave `states` of one step, and their score.
+
+    x: the states [b,*D]; v: the model output [b,*D].
+    """
     exploration, device = part.exploration, x.device
     assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
@@ -317,7 +329,10 @@ def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: to
 
 
 def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
-    """Part with old scores that are those of its replay, on the device of the old ones."""
+    """Part with its old scores replaced by those of its replay, in the replay's grad mode.
+
+    The new scores are stored on the device of the old ones.
+    """
     scores: list[list[Scored]] = [[] for _ in part.transitions]
     for k, _, new in replayed:
         # Detach one by one: never hold two graphs.
@@ -345,9 +360,11 @@ def _concatenate(scores: list[Scored]) -> Scored:
 
 
 class BaseImages(Generic[C]):
-    """Base model's samples [b,...] of a part's seeds, on the CPU, on the rollout's grid and without further noise.
+    """Base model's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
 
-    Samples that share an initial noise, in this part or the previous one, are drawn once. decode: finals to samples.
+    They use the rollout's sigma grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an
+    initial noise, in this part or the previous one, are drawn once.
+    decode: a function of finals and their conditioning.
     """
 
     def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, shape: BatchShape,

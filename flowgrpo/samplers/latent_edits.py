@@ -76,9 +76,11 @@ class Edit:
 
 @dataclass(frozen=True, eq=False)
 class Edits(Transitions):
-    """Decisions x_next [m,*D] of edits of final states x [n,*D], 0 of a sample that is its base.
+    """Decisions of edits and the rewards of their samples.
 
-    rewards: [m], of the samples, or None before they are known.
+    x: [n,*D], final states.
+    x_next: [m,*D], decisions, 0 of a sample that is its base.
+    rewards: [m], or None before they are known.
     proposed: [m,*D], the decisions that the policy drew for the samples' bases.
     """
 
@@ -109,8 +111,10 @@ class Editor(Replayer[C], Protocol[C]):
 
 def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
                 seed: Seed) -> Part:
-    """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy. seed: of
-    the leaves, as in the rollout; the noise of an edit is a separate draw."""
+    """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy.
+
+    seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
+    """
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
     seeds = (fork_seed(seed(int(p), leaf % count), 2) for leaf, p in enumerate(part.prompts))
@@ -134,8 +138,11 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
 
 
 def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
-    """Choices of the acting policy among bases x0 [b,*D] and their edits, int64 [b / candidates]: below b a base, b + k
-    the edit of base k. `candidates` consecutive bases make a sample; ties go to the first, bases before edits."""
+    """Choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
+
+    `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
+    first, bases before edits.
+    """
     n = editor.edit.candidates
     count = len(x0)
     both = torch.cat([x0, editor.edit.apply(x0, drawn)])
@@ -169,8 +176,11 @@ def with_rewards(part: Part, rewards: Tensor) -> Part:
 
 @torch.no_grad()
 def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, Tensor]:
-    """EXPO's acting policy on n bases x [P, n, *D] of each prompt and their n edits: (those of the highest critic value
-    [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0 leave the first base."""
+    """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
+
+    x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0
+    leave the first base.
+    """
     rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
     flat = x.flatten(0, 1)
     both = torch.stack([flat, editor.edit.apply(flat, editor.replay(rows, flat))])

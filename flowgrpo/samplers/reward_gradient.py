@@ -65,8 +65,13 @@ class OneStep:
 
 @dataclass(frozen=True, eq=False)
 class ResumableStates(Transitions):
-    """States x [n,*D] before `step`, from which a rollout is finished again, the data x_next [n,*D] that it made of
-    them, and their rewards as `old`. generators: a noise generator per state, as it was at `step`."""
+    """States before `step`, from which a rollout is finished again.
+
+    x: [n,*D], the states.
+    x_next: [n,*D], the data that the rollout made of them.
+    old: their rewards.
+    generators: a noise generator per state, as it was at `step`.
+    """
 
     generators: tuple[torch.Generator, ...] = ()
 
@@ -87,7 +92,10 @@ class RewardGradientRollout(Part):
 
 def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
             seed: Seed, together: Sequence[int] = ()) -> Iterator[Part]:
-    """Sample each prompt as `growth.explore` does; yield whole groups, whose rewards `score_images` has to fill in."""
+    """Sample each prompt of `conditioning`; yield whole groups, whose rewards `score_images` has to fill in.
+
+    The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
+    """
     group, count = exploration.group, len(conditioning.prompts)
     [step] = exploration.schedule.trained
     for prompts in torch.arange(count).split([*together] or prompts_per_part(group, micro_batch)):
@@ -120,7 +128,10 @@ def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.d
 
 def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, ending: Ending, micro_batch: int
            ) -> Iterator[tuple[int, slice, Scored]]:
-    """Score a part's states by their rewards, as `growth.replay` does its steps: (0, rows, Scored [b,1])."""
+    """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
+
+    Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
+    """
     [taken] = part.transitions
     exploration = unwrap(part.exploration)
     value = unwrap(part.value)

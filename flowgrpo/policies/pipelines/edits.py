@@ -48,8 +48,10 @@ def untokens(latent: Tensor, x: Tensor) -> Tensor:
 
 
 def prompt_tokens(conditioning: Conditioning) -> Tensor:
-    """Return the encoded prompts [P, T, E]: the first value of `encode_prompt` that has a row for each. UserError if
-    there is none, as of a pipeline that takes one prompt per call."""
+    """Return the encoded prompts [P, T, E]: the first value of `encode_prompt` that has a row for each of them.
+
+    Raises UserError if there is none, or if the pipeline takes one prompt per call.
+    """
     if conditioning.parts:
         rows = [prompt_tokens(part) for part in conditioning.parts]
         most = max(row.shape[1] for row in rows)
@@ -105,8 +107,8 @@ class Critic(Headed):
 class Editor:
     """Both networks with their `Edit`: `replay` gives the mean of a decision, `value` the value of a final latent.
 
-    channels, prompt: of a latent's tokens and the prompt's. states: where recorded states wait. Initialised by torch's
-    global seed.
+    channels, prompt: of a latent's tokens and the prompt's; device: where both are; states: where recorded states
+    wait. Initialised by torch's global seed.
     """
 
     def __init__(self, edit: Edit, channels: int, prompt: int, device: torch.device | str = "cpu",
@@ -208,8 +210,11 @@ class EditPolicy(PipelinePolicy):
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any], negative: str = ""
              ) -> torch.Tensor:
-        """Return an image or clip of each prompt on the CPU, as `generate` of noise with these seeds. arguments:
-        `num_inference_steps` and `guidance`, else the pipeline's defaults. negative: for a prompt without its own."""
+        """Return an image or clip of each prompt on the CPU, as `generate` of noise with these seeds.
+
+        arguments: `num_inference_steps` and `guidance` of the call; without, the pipeline's defaults. Its others are
+        those that the policy has. negative: for a prompt without its own.
+        """
         scale, accepts = guidance_argument(self.accepts, self.denoisers.values()), self.accepts
         guidance = arguments.get("guidance", accepts[scale].default if scale in accepts else self.guidance)
         if guidance != self.guidance:  # prompts are encoded as a call with it encodes them
@@ -224,8 +229,11 @@ class EditPolicy(PipelinePolicy):
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
                  output_type: str = "pt") -> torch.Tensor:
-        """Return images on the CPU ("latent": latents): of `candidates` bases, which the stock pipeline draws, the
-        first by the row's own generator, and of their edits those that the critic values most."""
+        """Return images on the CPU: of `candidates` bases and their edits those that the critic values most.
+
+        output_type: "latent" for latents, not decoded.
+        The bases are the stock pipeline's; the first is drawn from the row's own generator.
+        """
         drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
                  for candidate in self._candidates(generators)]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
@@ -244,8 +252,10 @@ class EditPolicy(PipelinePolicy):
 
 
 def over(pipe: Any, edit: Edit | Path, call: dict[str, Any]) -> EditPolicy:
-    """Return an edit policy over a loaded pipeline, on its device and in its precision. call: a run's arguments of all
-    calls. UserError for a folder without an edit policy."""
+    """Return an edit policy over a loaded pipeline, where it is and in its precision.
+
+    call: a run's arguments of every call. Raises UserError for a folder without an edit policy.
+    """
     module = next(iter(denoisers(pipe).values()))
     precision = next(name for name, dtype in DTYPES.items() if dtype == module.dtype)
     return EditPolicy(pipe, edit, device=module.device, precision=precision, call=call)

@@ -47,8 +47,10 @@ def is_video(cls: type) -> bool:
 
 
 def with_fps(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
-    """Return the arguments of a pipeline's call with the frames per second, where it takes them. fps: `image.fps`.
-    UserError for a pipeline of images."""
+    """Return the arguments of a pipeline's call with the frames per second, where it takes them.
+
+    fps: `image.fps`. Raises UserError for a pipeline of images.
+    """
     if fps is None:
         return dict(call)
     if not is_video(cls):
@@ -58,8 +60,11 @@ def with_fps(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str,
 
 
 def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: float | None = None) -> float:
-    """Return the frames per second of a pipeline's clips: `image.fps`, else the call's own argument or its default,
-    else the model's in RATES. config: of the pipeline and of its denoiser."""
+    """Return the frames per second of a pipeline's clips.
+
+    That is `image.fps`, else the call's own argument or its default, else the model's in RATES.
+    config: of the pipeline and of its denoiser. fps: `image.fps`.
+    """
     if (name := fps_argument(cls)) is not None:
         return float(fps or call.get(name) or call_parameters(cls)[name].default)
     if fps is not None:
@@ -93,8 +98,10 @@ def clips_of(policy: Any, frames: int | None) -> Iterator[None]:
 
 
 def require(key: str, count: int, pipe: Any) -> None:
-    """Raise UserError for a number of frames, the value of a key, that a pipeline does not make. pipe: the pipeline, or
-    (its class, frames of one latent frame) before it is loaded."""
+    """Raise UserError for a number of frames that a pipeline does not make.
+
+    key: of the configuration. pipe: a pipeline; or (its class, frames of one latent frame) before it is loaded.
+    """
     cls, every = pipe if isinstance(pipe, tuple) else (
         type(pipe), next((factor for name in FACTORS if (factor := getattr(pipe, name, None))), 1))
     takes = call_parameters(cls)
@@ -148,8 +155,11 @@ def fitting_sides(asked: Mapping[str, Any], multiple: int) -> str:
 
 
 def rgb(images: Tensor, pipe: Any) -> Tensor:
-    """Images or frames [..., C, H, W] in [0, 1] as rewards, guards, grids and files read them, [..., 3, H, W]. Four
-    channels are composed on white by the fourth, the opacity; one is repeated. UserError for any other number."""
+    """Images or frames [..., C, H, W] in [0, 1] as rewards, guards, grids and files read them, [..., 3, H, W].
+
+    Four channels are composed on white by the fourth, the opacity; one channel is repeated. Gradients pass.
+    Raises UserError for any other number of channels.
+    """
     channels = images.shape[-3]
     if channels == 3:
         return images

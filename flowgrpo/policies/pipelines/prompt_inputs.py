@@ -72,8 +72,10 @@ def needs_image(cls: type) -> bool:
 
 def split_arguments(cls: type, call: Mapping[str, Any],
                     fps: float | None = None) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
-    """Return (the number of frames of a source video, the call's other arguments, the images among them). `num_frames`
-    stays an argument only where the pipeline takes it, or no video; fps (`image.fps`) becomes one where it takes that.
+    """Return (the number of frames of a source video, the call's other arguments, the images among them).
+
+    `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `image.fps`, which becomes an
+    argument where the pipeline takes it.
     """
     call = with_fps(cls, call, fps)
     takes, given = call_parameters(cls), {key: value for key, value in call.items() if key in IMAGES}
@@ -84,11 +86,11 @@ def split_arguments(cls: type, call: Mapping[str, Any],
 
 def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, ip_adapter: bool | None = None,
             last: bool | None = None) -> None:
-    """Raise UserError for the first prompt whose files a pipeline class does not take, or that lacks one. Files are
-    opened, and not decoded.
+    """Raise UserError for the first prompt whose files a pipeline class does not take, or that lacks one.
 
-    call: arguments of every call. ip_adapter: the pipeline has one; None: not known. last: its model makes videos
-    between a first and a last frame; False: it takes the first alone; None: either, or not known.
+    call: arguments of every call. ip_adapter: True if the pipeline has one; None if that is not known. last: True if
+    its model makes videos between a first and a last frame, False if it takes the first alone; None: either, or not
+    known. Files are opened, and not decoded.
     """
     known, takes, sizes = names(cls), call_parameters(cls), set[Size]()
     frames, sized = call.get("num_frames"), {"height", "width"} <= {key for key in call if call[key]}
@@ -171,8 +173,10 @@ def _image_size(inputs: Inputs, key: str, path: str, frames: int | None) -> Size
 
 
 def images_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
-    """Return what `count` prompts bring beside their text, by the name of the pipeline's argument. images: of each an
-    image, its file, its `Inputs`, or None for what the policy's `call` gives. UserError where the pipeline takes none.
+    """Return what `count` prompts bring beside their text, by the name of the pipeline's argument.
+
+    images: of each prompt an image, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
+    where the pipeline takes none.
     """
     brought = [_call_inputs(policy, image) for image in images or [None] * count]
     pictures = {name: [value] * count for name, value in policy.given.items()}
@@ -212,8 +216,10 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]],
             call: Mapping[str, Any]) -> UserError | None:
-    """Return the line of what a pipeline's call raised; None for a line of ours, and if memory ran out. call: its
-    further arguments. images, pictures: see `describe_bad_images`."""
+    """Return the line of what a pipeline's call raised; None for a line of ours, and if memory ran out.
+
+    call: its further arguments. Others: see `describe_bad_images`.
+    """
     if isinstance(error, UserError) or ran_out(error):
         return None
     plain, said = isinstance(error, (TypeError, ValueError)), " ".join(str(error).split())[:300]
@@ -239,8 +245,10 @@ def one_line(pipe: Any, call: Mapping[str, Any], images: Sequence[Any] | None = 
 
 
 def describe_bad_images(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
-    """Return the place and files of the prompts whose images a pipeline refuses, as the begin of a message. images: of
-    each prompt an image, its file, its `Inputs`, or None. pictures: what the pipeline was given for them."""
+    """Return the place and files of the prompts whose images a pipeline refuses, as the begin of a message.
+
+    images: of each prompt an image, its file, its `Inputs`, or None. images: what the pipeline was given for them.
+    """
     told = []
     for image in dict.fromkeys(image for image in images or () if isinstance(image, (str, Path, Inputs))):
         files = [str(image)] if not isinstance(image, Inputs) else [path for _, path in image.paths()]
@@ -270,9 +278,12 @@ def _call_inputs(policy: Pictured, image: Any) -> dict[str, Any]:
 
 
 def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt's images, clip and scale by the argument of a pipeline's call. The control image and the clip's
-    frames, the first `num_frames`, are scaled to fill the height and width of `call`, the arguments of every call, and
-    cut to them. UserError for a file that cannot be read, and for what the pipeline does not take."""
+    """Return a prompt's images, clip and scale by the argument of a pipeline's call.
+
+    call: arguments of every call. The control image and the clip's frames are scaled to fill its height and width,
+    and what stands over is cut off; a clip is a `Clip` of its `num_frames`, counted from the first one.
+    Raises UserError for a file that cannot be read, and for what the pipeline does not take.
+    """
     known = names(type(pipe))
     values: dict[str, Any] = {}
     height, width = (call.get(name) or _default(pipe, name) for name in ("height", "width"))

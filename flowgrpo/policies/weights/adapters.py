@@ -36,8 +36,10 @@ SCALED = ".lora_B.weight"
 
 @torch.no_grad()
 def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first tensor that holds NaN or an infinity; None if all are finite. Of a sharded one this process's
-    rows are read, of a quantized one (torchao) its scales."""
+    """Name of the first tensor that holds NaN or an infinity; None if all are finite.
+
+    Of a sharded one this process's rows are read, of a quantized one (torchao) its scales.
+    """
     held = [(key, part) for key, tensor in tensors.items() for part in _plain(local(tensor))]
     floats = [(key, part) for key, part in held if part.is_floating_point() and not part.is_meta]
     flags = [(part.float() if part.element_size() == 1 else part).isfinite().all() for _, part in floats]
@@ -56,8 +58,10 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def culprit(parts: Mapping[str, Any], buffers: bool = True) -> str | None:
-    """Line about the first weight of a model's parts that is not finite; None if all are. parts: modules by name, among
-    others. buffers: look at these too."""
+    """Line about the first weight of a model's parts that is not finite; None if all are.
+
+    parts: modules by name; anything else is not looked at. buffers: look at these too.
+    """
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module) and (key := odd({**dict(part.named_parameters()),
                                                               **dict(part.named_buffers() if buffers else ())})):
@@ -92,9 +96,13 @@ def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def said_of(file: Path, metadata: Mapping[str, str], whole: bool = True) -> dict[str, Any]:
-    """Configuration of a LoRA's file: peft's, beside it, or diffusers' metadata, whose keys begin with the part, as in
-    `unet.r`; empty without either. whole: a rank and an alpha have to be there. UserError for another kind of adapter,
-    and for a rank or an alpha that is none."""
+    """Configuration of a LoRA's file: peft's, beside it, or diffusers' metadata; empty without either.
+
+    Keys of the metadata begin with the part, as in `unet.r`.
+
+    whole: a rank and an alpha have to be there. Raises UserError for another kind of adapter, and for a rank or an
+    alpha that is none.
+    """
     beside = file.with_name(CONFIG)
     if file.name == WEIGHTS and beside.is_file():
         file, said = beside, read_object(beside, "expected peft's configuration of a LoRA")
@@ -133,8 +141,10 @@ def adapter_configs(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def fold_alpha(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Configuration and weights of the adapter "default" as files hold them: alpha equal to the rank, each layer's
-    scale in its B, so that programs that read no alpha apply the whole LoRA."""
+    """Configuration and weights of the adapter "default" as files hold them: alpha equal to the rank.
+
+    Each layer's scale is in its B, so that programs that read no alpha apply the whole LoRA.
+    """
     from peft.functional import get_peft_model_state_dict
 
     config = copy(module.peft_config["default"])
@@ -147,8 +157,11 @@ def fold_alpha(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
 
 
 def save(module: Any, folder: Path, wrapped: bool = False) -> None:
-    """Write the adapter "default" of a module, `fold_alpha`: its configuration and its weights. wrapped: with the names
-    that `PeftModel.from_pretrained` reads, not peft's functions. `load` reads both."""
+    """Write the adapter "default" of a module, `fold_alpha`: its configuration and its weights.
+
+    wrapped: with the names that `PeftModel.from_pretrained` reads; others are for `inject_adapter_in_model` and
+    `set_peft_model_state_dict`. `load` reads both.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config, state = fold_alpha(module)
     config.save_pretrained(str(folder))
@@ -169,8 +182,11 @@ def same(layer: LoraLayer, name: str) -> bool:
 
 
 def load(module: torch.nn.Module, folder: Path, name: str = "default") -> None:
-    """Load the LoRA of a folder as an adapter of that name, and make it the one in use. UserError for a file with other
-    layers than the module's, or with weights that are not finite."""
+    """Load the LoRA of a folder as an adapter of that name, and make it the one in use.
+
+    Raises UserError for a file without one of the layers, with a layer that the module lacks, or with weights that are
+    not finite.
+    """
     from peft import LoraConfig
     from peft.functional import inject_adapter_in_model, set_peft_model_state_dict
 
@@ -199,9 +215,11 @@ def delete(module: Any, name: str) -> None:
 
 
 def merge(module: torch.nn.Module) -> None:
-    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged. Where a weight with a
-    LoRA is another layer's too, such as an output layer's that is tied to the embeddings, every layer gets its own
-    first. UserError for a model whose configuration cannot say so."""
+    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged.
+
+    Where a weight with a LoRA is another layer's too, such as an output layer's that is tied to the embeddings, every
+    layer gets its own first. Raises UserError for a model whose configuration cannot say so.
+    """
     from peft.tuners.lora import LoraLayer
 
     layers = {key: part for key, part in module.named_modules() if isinstance(part, LoraLayer)}

@@ -58,8 +58,10 @@ PEFT = "peft.inject_adapter_in_model"
 class Held:
     """LoRA of one file or of several: its tensors, and what its layers change.
 
-    sizes: of each layer, the squared norm of scale * B A; of B A where metadata state the scale (described).
-    magnitudes: of a DoRA, the sum of squares. changed: tensors differ from the file's."""
+    sizes: of each layer, the squared norm of scale * B A; without the scale where metadata state it. described: whether
+    they do. alphas: that layers have. magnitudes: of a DoRA, the sum of squares. changed: tensors differ from the
+    file's.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sizes: dict[str, float] = field(default_factory=dict)
@@ -75,8 +77,9 @@ def read(path: Path) -> Held:
     A layer without an alpha has the scale 1, as in kohya's scripts, also where others have one. Where alphas differ,
     or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them. A file
     of kohya's without alphas gets those of the scale 1.
-    UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides or of rank 0, and
-    for values that are not finite.
+
+    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides or of rank 0,
+    and for values that are not finite.
     """
     tensors, metadata = tensors_of(path)
     _require_kind(path, tensors)
@@ -151,9 +154,11 @@ def _size(down: Tensor, up: Tensor) -> float:
 
 
 def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn.Module], adapter: str) -> str:
-    """Number of layers that a loaded LoRA changes in each part, modules of the pipeline by name, in words. UserError
-    where that is not all that its files hold: a loader splits a layer of several projections, but the squared norms of
-    all changes have one sum."""
+    """Number of layers that a loaded LoRA changes in each part, in words.
+
+    held: what its files hold. parts: modules of the pipeline, by name. Raises UserError where that is not all that the
+    files hold: a loader splits a layer of several projections, but the squared norms of all changes have one sum.
+    """
     from peft.tuners.lora import LoraLayer
 
     counts: dict[str, int] = {}
@@ -231,8 +236,10 @@ def loader(pipe: Any, name: str) -> str:
 
 
 def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
-    """Load the LoRA that `TrainableWeights.save` wrote into a stock pipeline; return the loaders used, none without a
-    LoRA. modules: those of the pipeline that may have one, by name. UserError as of `read`."""
+    """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
+
+    modules: those of the pipeline that may have one, by name. Raises UserError as `read`.
+    """
     used = []
     if (folder / LORA_FILE).is_file():
         read(folder / LORA_FILE)
@@ -282,8 +289,11 @@ def require_lora(setting: str, given: str) -> None:
 
 
 def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: str) -> str:
-    """Load a LoRA from its file, or from a folder as `load_lora` does, as an adapter of that name; return what was
-    applied, in words. modules: those that may have one, by name. UserError if it does not load, or in part."""
+    """Load a LoRA from its file, or from a folder as `load_lora` does, as an adapter of that name.
+
+    modules: those that may have one, by name. Returns what was applied, in words. Raises UserError if it does not
+    load, or in part.
+    """
     path = path.parent if path.name == adapters.WEIGHTS and path.with_name(adapters.CONFIG).is_file() else path
     held = join([read(file) for file in lora_parts(path)])
     try:
@@ -325,8 +335,10 @@ def tell(line: str) -> None:
 
 
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
-    """Write the format of `load_lora_weights`, by `adapters.fold_alpha`. modules: the component by its name in the
-    file."""
+    """Write the format of `load_lora_weights`, by `adapters.fold_alpha`.
+
+    modules: the component by its name in the file.
+    """
     arguments: dict[str, Any] = {}
     for written, name in modules.items():
         config, arguments[f"{written}_lora_layers"] = adapters.fold_alpha(getattr(pipe, name))
@@ -372,9 +384,11 @@ def layer_names(module: torch.nn.Module) -> list[str]:
 
 
 def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> Start | None:
-    """Ranks, alpha and DoRA of a LoRA's files by diffusers' layer names; None where these need the model. cls: of the
-    pipeline. modules: its denoisers and text encoders, without values; none where they are not known. UserError as of
-    `read`, and where diffusers does not read the files' form."""
+    """Ranks, alpha and DoRA of a LoRA's files by diffusers' layer names; None where these need the model.
+
+    cls: of the pipeline. modules: its denoisers and text encoders, which need no values; none where they are not known.
+    Raises UserError as `read`, and where diffusers does not read the files' form.
+    """
     # Ranks of the layers by the names of the files, which a converter of the pipeline's class may change.
     ranks, alphas, dora = dict[str, int](), set[float](), False
     for file in lora_parts(path):
@@ -430,8 +444,10 @@ def targets_for(layers: Iterable[str], others: Iterable[str]) -> list[str]:
 def require_start(setting: str, path: Path, start: Start, adapter: Adapter, trained: Iterable[str],
                   modules: Mapping[str, torch.nn.Module], ranks: bool = True) -> None:
     """Raise UserError with all that the LoRA of a path and the trained one differ in, and the settings that mend it.
-    setting: the key that names the path. trained: parts that the run trains. modules: the known ones, by part. ranks:
-    compare these, and the form, too."""
+
+    setting: the key that names the path. trained: parts that the run trains. modules: by part; those that are not known
+    are not compared. ranks: compare these, and the form, too.
+    """
     trained, by_part = [*trained], dict[str, set[str]]()
     for name in start.ranks:
         part, _, layer = name.partition(".")
@@ -487,8 +503,10 @@ def _settings(start: Start, by_part: dict[str, set[str]], modules: Mapping[str, 
 @torch.no_grad()
 def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dict[str, LoraLayer]
                    ) -> dict[str, torch.Tensor]:
-    """The LoRA's values by the names of the trained parameters, which act with the live scale as with its own: from the
-    files where these have the names that `save` writes, since loaded layers are in the model's precision."""
+    """The LoRA's values by the names of the trained parameters, which act with the live scale as with its own.
+
+    They come from the files where these have the names that `save` writes: loaded layers are in the model's precision.
+    """
     loaded = {f"{key}.{part}.{LIVE}.weight": getattr(layer, part)[INIT].weight.data.clone()
               for key, layer in layers.items() for part in ("lora_A", "lora_B", "lora_magnitude_vector")
               if INIT in getattr(layer, part)}
@@ -502,8 +520,10 @@ def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dic
 
 
 def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Values of all weights in a model's folder, or in a run's that trained them. UserError for a weight that is not
-    there, or has another shape."""
+    """Values of all weights in a model's folder, or in a run's that trained them.
+
+    Raises UserError for a weight that is not there, or has another shape.
+    """
     files = [(file, file.parent.name) for file in sorted(path.glob("*/*.safetensors"))]
     files += [(file, "model") for file in sorted(path.glob("*.safetensors"))]
     values = {f"{part}.{key}": value for file, part in files for key, value in tensors_of(file)[0].items()}

@@ -86,7 +86,13 @@ class BranchingLookahead:
 
 @dataclass(frozen=True)
 class Branch:
-    """Candidate branch: the token that it takes at a place of the completion `parent`, and its log-probability."""
+    """Candidate branch.
+
+    parent: number of the completion that it leaves.
+    place: token index where it leaves.
+    token: the token it takes there.
+    logp: its log-probability.
+    """
 
     parent: int
     place: int
