@@ -65,7 +65,7 @@ class FrozenPipeline(LocalModel):
                                 device=self.device or "cpu", precision=self.dtype,
                                 call=CALLS.get(self.model, {}) | self.call)
         # The attention of trained pipelines on a CPU replaces torch's for all threads, while another one writes texts.
-        policy.driver.attention = contextlib.nullcontext
+        policy.driver.attention = contextlib.nullcontext  # type: ignore[method-assign]
         return (policy,)
 
     def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
