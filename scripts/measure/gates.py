@@ -65,7 +65,7 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
     """Keys of a recipe that a gate changes."""
     from flowgrpo.device import bf16_speed
 
-    # Without bf16 units a gate takes half an hour in bf16. In fp32 its numbers are within the same tolerances.
+    # Without bf16 units a gate can pass SECONDS in bf16; fp32 is another rounding, as on any other processor.
     precision = {"precision": "bf16" if bf16_speed() >= 1 else "fp32"}
     if name in PAIRS:
         return STARTER | precision | {"preferences": str(folder / PAIRS[name])}
