@@ -1,7 +1,7 @@
 # `make demo` aligns the starter model and shows what changed, `make test` runs the fast tests and those of what changed,
-# `make test-all` all tests, `make gates` trains every recipe for three epochs at full width and few blocks, an hour of one
-# core, `make lint` checks style, types and prose, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds
-# the site into site/.
+# `make test-all` all tests (SELECT="--tier slow": the others), `make gates` trains every recipe for three epochs at full
+# width and few blocks, an hour of one core, `make lint` checks style, types and prose, `make fuzz` reads hostile inputs
+# for ten minutes, `make docs` builds the site into site/.
 #
 # They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
 # environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions;
@@ -43,7 +43,7 @@ test: $(VENV)/tested
 
 test-all: $(VENV)/tested-all
 	-test -d $(FLOWGRPO_SGLANG) || $(BIN)/python -m pip install --quiet --no-deps --target $(FLOWGRPO_SGLANG) sglang==0.5.23
-	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(SERVERS) \
+	$(PYTEST) $(SELECT) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(SERVERS) \
 	    $$(test -d $(FLOWGRPO_SGLANG)/sglang && echo tests/sglang)
 	@test -d $(FLOWGRPO_SGLANG)/sglang || echo "SGLang's wheel could not be fetched, so tests/sglang did not run"
 	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")

@@ -1,10 +1,12 @@
-"""Two tiers of the tests: `--tier fast` leaves out slow cases, `--tier full` runs all.
+"""Tiers of the tests: `--tier fast` leaves out slow cases, `--tier slow` runs these alone, `--tier full` all.
 
 `tests/durations.json` has the seconds of every test function and module fixture, as `--save-durations FILE` measures
 them in a full run on an idle machine. The fast tier gives each test function SHARE seconds: as many of its cases as fit
 are kept, spread over its parameters; a case that takes longer than LIMIT is left out. `@pytest.mark.fast` keeps a case,
 and tests of what changed since the merge base with the main branch are kept whole: those whose file changed, mirrors a
 changed file, or imports a changed module by name.
+
+`--until TIME` starts no test after that time, in seconds since 1970, and says how many it left out.
 """
 
 import ast
@@ -24,7 +26,9 @@ BASES = ("origin/HEAD", "origin/main", "main")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=("fast", "full"), default="full", help="fast: leave out the slow tests")
+    parser.addoption("--tier", choices=("fast", "slow", "full"), default="full",
+                     help="fast: leave out the slow tests; slow: those alone")
+    parser.addoption("--until", type=float, metavar="TIME", help="start no test after this time, seconds since 1970")
     parser.addoption("--save-durations", type=Path, metavar="FILE", help="write the seconds of all tests that ran")
 
 
@@ -45,7 +49,7 @@ class Tier:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.left_out = self.kept = 0
+        self.left_out = self.kept = self.late = 0
 
     @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -57,26 +61,40 @@ class Tier:
         seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
         if self.config.getoption("--shuffle") is None:
             items[:] = longest_first(items, seconds)
-        if self.config.getoption("--tier") == "fast":
+        tier = self.config.getoption("--tier")
+        if tier != "full":
             kept = fast(items, seconds, changed_tests(changed_files()))
+            if tier == "slow":
+                kept = {item.nodeid for item in items} - kept
             left_out = [item for item in items if item.nodeid not in kept]
             items[:] = [item for item in items if item.nodeid in kept]
             self.left_out, self.kept = len(left_out), len(items)
             self.config.hook.pytest_deselected(items=left_out)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        until = self.config.getoption("--until")
+        if until is None or time.time() <= until:
+            return None
+        self.late += 1
+        return True
+
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["tier"] = (self.left_out, self.kept)
+            self.config.workeroutput["tier"] = (self.left_out, self.kept, self.late)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
         """Take the counts from a worker: the process that starts the workers collects nothing itself."""
-        self.left_out, self.kept = getattr(node, "workeroutput", {}).get("tier", (self.left_out, self.kept))
+        self.left_out, self.kept, late = getattr(node, "workeroutput", {}).get("tier", (self.left_out, self.kept, 0))
+        self.late += late
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.config.getoption("--tier") == "fast":
             terminalreporter.write_line(f"fast tier: {self.kept:,} tests; `make test-all` runs {self.left_out:,} more")
+        if self.late:
+            terminalreporter.write_line(f"time was up: {self.late:,} tests did not start")
 
 
 def group_of(item: pytest.Item) -> str | None:
