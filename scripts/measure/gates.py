@@ -53,11 +53,12 @@ def machine() -> str:
     import torch
     import transformers
 
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    # "AMD EPYC" and the like name several generations, which round otherwise.
+    told = re.findall(r"^(?:cpu family|model|model name)\s*: (.*)$", info.partition("\n\n")[0], re.MULTILINE)
     limits = [f"{key}={os.environ[key]}" for key in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
               if key in os.environ]
-    return ", ".join([model[1] if model else platform.processor(), torch.backends.cpu.get_cpu_capability(),
+    return ", ".join([" ".join(told) or platform.processor(), torch.backends.cpu.get_cpu_capability(),
                       *limits, *(f"{each.__name__} {each.__version__}" for each in (torch, diffusers, transformers))])
 
 
