@@ -35,7 +35,7 @@ def kept(chosen: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("seconds, cases", [
     (0.0, 8),  # not in the file, or too short to be there
-    (0.015, 8), (0.05, 3), (0.15, 1), (0.3, 1), (0.4, 0)])
+    (0.015, 8), (0.05, 3), (0.15, 1), (0.2, 1), (0.3, 0)])
 def test_a_function_keeps_as_many_cases_as_fit(seconds, cases):
     durations = {"tests/a/test_b.py::test_c": seconds} if seconds else {}
     chosen = tiers.fast(items("test_c", 8), durations, set())

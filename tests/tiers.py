@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "tests" / "durations.json"
-SHARE, LIMIT = 0.15, 0.3  # seconds: of a test function, of one case with the module fixtures of its file
+SHARE, LIMIT = 0.15, 0.2  # seconds: of a test function, of one case with the module fixtures of its file
 BASES = ("origin/HEAD", "origin/main", "main")
 
 

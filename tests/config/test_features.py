@@ -184,7 +184,7 @@ def package(folder: Path, source: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
 
 
-@pytest.mark.parametrize("first", [pytest.param("", marks=pytest.mark.fast), "import echoes\n"])
+@pytest.mark.parametrize("first", ["", "import echoes\n"])
 def test_a_new_feature_is_one_file(first, tmp_path):
     done = subprocess.run([sys.executable, "-c", first + RUN], cwd=ROOT, env=package(tmp_path, ECHO),
                           capture_output=True, text=True)

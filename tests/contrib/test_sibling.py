@@ -306,7 +306,6 @@ def starter_run(tmp_path_factory):
     return config
 
 
-@pytest.mark.fast
 def test_the_command_measures_a_finished_run_on_a_packaged_sibling(starter_run, capsys):
     assert main(["eval", str(starter_run.folder), "--on", "starter_consistency", "--on-steps", "2", "--weights",
                  "0.5,1"]) == 0
