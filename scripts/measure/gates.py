@@ -70,6 +70,8 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
     precision = {"precision": "bf16" if bf16_speed() >= 1 else "fp32"}
     if name in PAIRS:
         return STARTER | precision | {"preferences": str(folder / PAIRS[name])}
+    if name == "starter_unified":  # in fp32 by its recipe: its small steps would be rounded away
+        return STARTER
     if name.startswith("starter"):
         return STARTER | precision
     keys = train_recipes.forced(name, folder) | precision | {"train.epochs": EPOCHS, "eval.every": 0}
