@@ -64,6 +64,7 @@ def machine() -> str:
 
 def changed(name: str, folder: Path) -> dict[str, Any]:
     """Keys of a recipe that a gate changes."""
+    from flowgrpo.config import load
     from flowgrpo.device import bf16_speed
 
     # Without bf16 units a gate can pass SECONDS in bf16; fp32 is another rounding, as on any other processor.
@@ -75,6 +76,8 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
     if name.startswith("starter"):
         return STARTER | precision
     keys = train_recipes.forced(name, folder) | precision | {"train.epochs": EPOCHS, "eval.every": 0}
+    if "distil" in load(ROOT / "configs" / f"{name}.yaml").parts:  # a match has many calls of a wide block
+        keys |= {"parts.distil.batch": 2, "parts.distil.updates": 1, "parts.distil.fake_updates": 1}
     if train_recipes.model_of(name) is None:  # random weights answer nothing right: a reward that tells samples apart
         keys["reward"] = "distinct"
     if name == "janus_pro_1b":  # its detectors are not here: its own answers about its images reward it
