@@ -14,15 +14,17 @@ one           the recipe: both in one run
 matched       the recipe with DMD2's match in place of consistency distillation
 
 Every 4-step arm samples with fresh noise (FlowMatchLCMScheduler at sigma 1, .75, .5 and .25). Each row has the strict
-accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, KID to
-its images (features: 16 x 16 miniatures; times 1000), evaluations and the processor's seconds. Finished runs and
-measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
+accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, diversity
+as a share of its own teacher's in 20 steps (of `one` and `matched` the starter with the text encoders that the run
+trained, of `rl_distilled` the tuned model, else the starter), KID to the starter's images (features: 16 x 16
+miniatures; times 1000), evaluations and the processor's seconds. Finished runs and measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -132,7 +134,23 @@ def rows(output: Path, arms: list[str], seeds: list[int]) -> list[dict[str, Any]
                 file = output / "measured" / f"{arm}-seed{seed}-{steps}.json"
                 told.append(row(f"{arm}, {steps} steps", str(seed) if runs else "", kept(file, last, steps), teacher,
                                 spent(runs)))
+            taught = runs[0] if arm == "rl_distilled" else encoders(runs[0]) if arm in ("one", "matched") else None
+            own = kept(output / "measured" / f"{arm}-seed{seed}-teacher.json", taught, 20) if taught else teacher
+            told[-1]["own"] = told[-1]["diversity"] * teacher["diversity"] / own["diversity"]
+            print(told[-1], flush=True)
     return told
+
+
+def encoders(run: Path) -> Path:
+    """A folder beside a run with the LoRA of its text encoders alone."""
+    from safetensors.torch import load_file, save_file
+
+    file, alone = "pytorch_lora_weights.safetensors", run.with_name(f"{run.name}-encoders")
+    alone.mkdir(exist_ok=True)
+    save_file({key: value for key, value in load_file(run / file).items() if key.startswith("text_encoder")},
+              alone / file)
+    (alone / "config.yaml").write_text((run / "config.yaml").read_text())
+    return alone
 
 
 def row(arm: str, seed: str, found: dict[str, Any], teacher: dict[str, Any], cost: tuple[int, int]) -> dict[str, Any]:
@@ -141,16 +159,16 @@ def row(arm: str, seed: str, found: dict[str, Any], teacher: dict[str, Any], cos
     distance = distances.kid(ours * size, theirs * size)
     return {"arm": arm, "seed": seed, "strict": found["strict"], "evaluations": cost[0], "seconds": cost[1],
             "edges": found["edge_width"] / teacher["edge_width"],
-            "diversity": found["diversity"] / teacher["diversity"], "kid": 1000 * distance}
+            "diversity": found["diversity"] / teacher["diversity"], "own": math.nan, "kid": 1000 * distance}
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown table of the rows."""
-    lines = ["| arm | seed | strict | edges | diversity | KID x 1000 | evaluations | processor, s |",
-             "|---|---|" + "---:|" * 6]
+    lines = ["| arm | seed | strict | edges | diversity | of its teacher's | KID x 1000 | evaluations | processor, s |",
+             "|---|---|" + "---:|" * 7]
     return "\n".join(lines + [
         f"| {each['arm']} | {each['seed']} | {each['strict']:.3f} | {each['edges']:.3f} | {each['diversity']:.3f} | "
-        f"{each['kid']:.2f} | {each['evaluations']:,} | {each['seconds']:,} |" for each in found])
+        f"{each['own']:.3f} | {each['kid']:.2f} | {each['evaluations']:,} | {each['seconds']:,} |" for each in found])
 
 
 def picture(output: Path, name: str) -> None:
@@ -170,14 +188,7 @@ def picture(output: Path, name: str) -> None:
 
 def halves(output: Path, name: str) -> None:
     """Print the strict accuracy of a run's text encoders without its denoiser's LoRA, and of the whole run."""
-    from safetensors.torch import load_file, save_file
-
-    file, alone = "pytorch_lora_weights.safetensors", output / f"{name}-encoders"
-    alone.mkdir(exist_ok=True)
-    save_file({key: value for key, value in load_file(output / name / file).items() if key.startswith("text_encoder")},
-              alone / file)
-    (alone / "config.yaml").write_text((output / name / "config.yaml").read_text())
-    for run in (alone, output / name):
+    for run in (encoders(output / name), output / name):
         for steps in (20, 4):
             print(f"{run.name}, {steps} steps: {measure(run, steps)['strict']:.3f}", flush=True)
 
