@@ -14,10 +14,11 @@ one           the recipe: both in one run
 matched       the recipe with DMD2's match in place of consistency distillation
 
 Every 4-step arm samples with fresh noise (FlowMatchLCMScheduler at sigma 1, .75, .5 and .25). Each row has the strict
-accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, diversity
-as a share of its own teacher's in 20 steps (of `one` and `matched` the starter with the text encoders that the run
-trained, of `rl_distilled` the tuned model, else the starter), KID to the starter's images (features: 16 x 16
-miniatures; times 1000), evaluations and the processor's seconds. Finished runs and measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
+accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, and KID
+to its images (features: 16 x 16 miniatures; times 1000). Diversity is also a share of the arm's own teacher's in 20
+steps: of `one` and `matched` the starter with the text encoders that the run trained, of `rl_distilled` the tuned
+model, else the starter. Evaluations and the processor's seconds are of all runs of the arm. Finished runs and
+measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
 from __future__ import annotations
