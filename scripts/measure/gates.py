@@ -79,7 +79,7 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
     if "distil" in load(ROOT / "configs" / f"{name}.yaml").parts:  # a match has many calls of a wide block
         keys |= {"parts.distil.batch": 2, "parts.distil.updates": 1, "parts.distil.fake_updates": 1}
     if train_recipes.model_of(name) is None:  # random weights answer nothing right: a reward that tells samples apart
-        keys["reward"] = "distinct"
+        keys |= {"reward": {"distinct": {"args": {"n": 1, "unit": "characters"}}}, "eval.best": None}
     if name == "janus_pro_1b":  # its detectors are not here: its own answers about its images reward it
         keys |= {"prompts": "geneval", "reward": "self_answers", "eval.rewards": ["sharpness"]}
         del keys["text.max_tokens"]
