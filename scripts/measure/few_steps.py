@@ -4,6 +4,7 @@
     python scripts/measure/few_steps.py --output runs/few_steps --arms one --seeds 0
     python scripts/measure/few_steps.py --output runs/few_steps --picture one-seed0
     python scripts/measure/few_steps.py --output runs/few_steps --halves one-seed0
+    python scripts/measure/few_steps.py --output runs/few_steps --exact rl-seed0
 
 base          the starter in 4 steps
 distilled     consistency distillation, without a reward
@@ -194,6 +195,37 @@ def halves(output: Path, name: str) -> None:
             print(f"{run.name}, {steps} steps: {measure(run, steps)['strict']:.3f}", flush=True)
 
 
+@torch.no_grad()
+def exact(run: Path, jumps: int = 16, seeds: tuple[int, ...] = (0, 1)) -> None:
+    """Print what four steps could show: each of them goes to the data by Euler's steps of 1 / jumps of the run's own
+    model, as a student without an error would; beside it one step each, and `jumps` and 20 of Euler's from noise."""
+    policy, scene = policy_of(run, 20), rewards.find("scene")
+    policy.guidance = 1.0
+    four = [1.0, 0.75, 0.5, 0.25]
+    config, prompts = policy.pipe.transformer.config, measured.spread(load_prompts(STARTER / "held_out.jsonl"), PROMPTS)
+
+    def flow(x: torch.Tensor, encoded: Any, sigma: float, steps: int) -> torch.Tensor:
+        grid = torch.linspace(sigma, 0, steps + 1, dtype=torch.float64)
+        for k in range(steps):
+            x = x - (grid[k] - grid[k + 1]).item() * policy.replay(encoded, x.to(policy.dtype), grid, k).float()
+        return x
+
+    for name, sigmas, each in (("20 steps", [1.0], 20), (f"{jumps} steps", [1.0], jumps),
+                               ("4 steps", four, 0), ("4 exact steps", four, jumps)):
+        right: list[float] = []
+        for seed in seeds:
+            draw = torch.Generator().manual_seed(seed)
+            for batch in (prompts[at:at + 60] for at in range(0, len(prompts), 60)):
+                encoded = policy.encode([prompt.text for prompt in batch])
+                x0 = torch.zeros(len(batch), config.in_channels, config.sample_size, config.sample_size)
+                for sigma in sigmas:
+                    x = (1 - sigma) * x0 + sigma * torch.randn(x0.shape, generator=draw)
+                    x0 = flow(x, encoded, sigma, max(1, round(each * sigma)))
+                images = policy.image(x0.to(policy.dtype), encoded).clamp(0, 1)
+                right += scene(images, [prompt.text for prompt in batch], [prompt.metadata for prompt in batch])
+        print(f"{run.name}, {name}: {sum(right) / len(right):.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/few_steps"))
@@ -201,8 +233,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--picture", metavar="RUN", help="only draw RUN.png, of a finished run in --output")
     parser.add_argument("--halves", metavar="RUN", help="only measure RUN's text encoders without its other LoRA")
+    parser.add_argument("--exact", metavar="RUN", help="only measure four steps of a run's model without their error")
     args = parser.parse_args()
     args.output = args.output.absolute()
+    if args.exact:
+        exact(args.output / args.exact)
+        return
     if args.picture or args.halves:
         (picture if args.picture else halves)(args.output, args.picture or args.halves)
         return
