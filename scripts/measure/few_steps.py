@@ -47,7 +47,8 @@ from flowgrpo.starter import CALL
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_4steps.yaml"
 DEMO = Path(__file__).parents[2] / "configs" / "starter.yaml"
-ALONE = ["--method=dmd2", "--reward=scene", "--parts={distil: {type: ConsistencyDistillation, jumps: 16, updates: 4}}",
+ALONE = ["--method=dmd2", "--reward=scene",
+         "--parts={distil: {type: ConsistencyDistillation, jumps: 128, decay: 0.98, delta: 0.05, updates: 4}}",
          "--train.epochs=50", "--train.group=16", "--train.micro_batch=64", "--train.lr=3e-3"]
 MATCH = ["--parts={adapted: {encoders: true}, roots: 1, advantage: {order: advantages}, distil: {text: student, "
          "after: 60, weight: 0.15, updates: 3, lr_share: 0.4, fake_updates: 2, fake_lr: 1e-3, blend: 0}}",
