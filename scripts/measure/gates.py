@@ -80,8 +80,8 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
         keys |= {"parts.distil.batch": 2, "parts.distil.updates": 1, "parts.distil.fake_updates": 1}
     if train_recipes.model_of(name) is None:  # random weights answer nothing right: a reward that tells samples apart
         keys |= {"reward": {"distinct": {"args": {"n": 1, "unit": "characters"}}}, "eval.best": None}
-    if name == "janus_pro_1b":  # its detectors are not here: its own answers about its images reward it
-        keys |= {"prompts": "geneval", "reward": "self_answers", "eval.rewards": ["sharpness"]}
+    if name == "janus_pro_1b":  # its detectors are not here; its own answers are all wrong of random weights
+        keys |= {"prompts": "geneval", "reward": {"self_answers": 1.0, "sharpness": 1.0}}
         del keys["text.max_tokens"]
     return keys
 
