@@ -232,7 +232,7 @@ class HeldOutAnswers(Extension):
     A model whose own answers are a reward learns to please itself. With another reward, the checker, the run shows how
     often both agree: on each epoch's samples where the checker is trained on or has the weight 0, and on held-out
     images, where `eval.stop` can read it. Every WINDOW epochs it warns if they agree less than at first.
-    agreed: of each group so far, by epoch.
+    agreed: of each group so far, by epoch. asked: number of questions that were asked last.
     """
 
     name = "held_out_answers"
@@ -244,6 +244,7 @@ class HeldOutAnswers(Extension):
         part = trainer.method.loss.data
         self.part = part if isinstance(part, SelfAnswers) else SelfAnswers()
         self.found: list[Metrics] = []
+        self.asked = 0
 
     @classmethod
     def require(cls, setup: Setup) -> None:
@@ -306,7 +307,7 @@ class HeldOutAnswers(Extension):
             return None
         told = [", ".join(f"{name.partition('/')[2]} {value:.3f}" for name, value in found.items())
                 for found in self.found]
-        return "held-out answers: " + " -> ".join(told)
+        return f"held-out answers, {self.asked} questions: " + " -> ".join(told)
 
     def on_measured(self, measured: Measured) -> Metrics:
         """Shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
@@ -327,6 +328,7 @@ class HeldOutAnswers(Extension):
             prompts = [measured.prompts[of[place]] for place in right]
             pictures = torch.as_tensor(measured.images)[right]
         asked = sample_questions(self.part, prompts, pictures, random.Random(0)) if prompts else []
+        self.asked = len(asked)
         if not asked:
             return {}
         reader = reader_of(self.trainer.policy, self.part.length)

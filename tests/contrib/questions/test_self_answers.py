@@ -256,7 +256,8 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch
     assert asked_about == [["1+1=", "3+1="]] * 2  # those that are found right, at least 0 here
     assert before == after and before.keys() == {"answers/right", "answers/hidden", "answers/imbalance"}
     assert before["answers/imbalance"] == pytest.approx(abs(1 / 3 - before["answers/right"]))
-    assert watch.summary().startswith(f"held-out answers: right {before['answers/right']:.3f}, hidden ")
+    assert watch.summary().startswith(
+        f"held-out answers, {watch.asked} questions: right {before['answers/right']:.3f}, hidden ") and watch.asked > 0
     # The model's own judgement says nothing of its answers: the checker chooses the images.
     judged = watch.on_measured(Measured(ASKED, {"self_answers": [1.0, 0.5, 1.0], "bright": [-1.0, 1.0, 1.0]}, pictures))
     assert asked_about.pop() == ["2+1=", "3+1="]
