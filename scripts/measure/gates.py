@@ -175,13 +175,13 @@ def main() -> int:
     if unknown := {*chosen} - {*names()}:
         parser.error(f"no recipe {', '.join(sorted(unknown))}: expected some of {', '.join(names())}")
     train_recipes.load_libraries([name for name in chosen if not name.startswith("starter")])
-    here, failed, began = machine(), 0, time.monotonic()
+    here, of, failed, began = machine(), commit(), 0, time.monotonic()  # the commit before --write changes the file
     for at, name in enumerate(chosen, 1):
         place = Path(tempfile.mkdtemp())
         epochs, seconds, why = gate(name, place / name)
         shutil.rmtree(place)
         if given.write and not why:
-            kept = read() | {name: {"machine": here, "commit": commit(), "seconds": seconds, "epochs": epochs}}
+            kept = read() | {name: {"machine": here, "commit": of, "seconds": seconds, "epochs": epochs}}
             lines = (f" {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept))
             FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         wrong = [why] if why else (["not kept yet: --write"] if name not in kept
