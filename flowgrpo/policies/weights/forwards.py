@@ -4,8 +4,9 @@ arithmetic that a CPU does faster. Results differ by rounding alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -26,8 +27,24 @@ def without_casts(layers: Iterable[Any]) -> bool:
     if not layers or not all(map(_plain, layers)):
         return False
     for layer in layers:
-        layer.forward = MethodType(_lora, layer)
+        layer.forward, layer.folded = MethodType(_lora, layer), None
     return True
+
+
+@contextlib.contextmanager
+def folded(layers: Iterable[Any]) -> Iterator[None]:
+    """Context manager: LoRA layers with the forward of this module multiply by one matrix each, W + s B A in W's dtype,
+    which is held beside W until the end. Weights that train meanwhile have no effect."""
+    layers = list(layers)
+    with torch.no_grad():
+        for layer in layers:
+            layer.folded = sum((layer.get_delta_weight(name).to(layer.weight.dtype) for name in layer.active_adapters
+                                if name in layer.lora_A), layer.weight)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.folded = None
 
 
 def _plain(layer: Any) -> bool:
@@ -40,6 +57,10 @@ def _lora(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     """The base layer's output plus those of the active LoRAs, [..., out], for x [..., in]."""
     if layer.disable_adapters or layer.merged:
         return layer.base_layer(x, *args, **kwargs)
+    if layer.folded is not None:
+        return F.linear(x, layer.folded, layer.base_layer.bias)
+    if x.ndim == 1:
+        return _lora(layer, x[None], *args, **kwargs)[0]
     y = layer.base_layer(x.flatten(0, -2) if x.is_contiguous() else x, *args, **kwargs)
     for name in layer.active_adapters:
         if name in layer.lora_A:

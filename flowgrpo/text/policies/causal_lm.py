@@ -19,7 +19,7 @@ from flowgrpo.device import DTYPES, without_cudnn_attention
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.policies.weights.checkpointing import recompute
-from flowgrpo.policies.weights.forwards import fuse_text_norms
+from flowgrpo.policies.weights.forwards import folded, fuse_text_norms, without_casts
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.text.policies import text_weights
 from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, completion_masks, score, uniforms
@@ -65,6 +65,9 @@ class CausalLM:
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": text_weights.present(model, TARGETS)})
         self.weights: Any = text_weights.TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
+        # In fp32 alone: in half precision autocast casts, and a folded LoRA would be rounded away.
+        self._foldable = bool(adapter and adapter.rank) and self.dtype == torch.float32 and without_casts(
+            self.weights.layers().values()) and self.device.type == "cpu"
         if checkpointing:
             recompute(model, checkpointing)
         self.checkpointing = float(checkpointing)
@@ -77,7 +80,7 @@ class CausalLM:
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the layers in the backward pass, from here on."""
         recompute(self.model, share)
-        self.checkpointing, self._apart = share, None
+        self.checkpointing = share
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
@@ -174,19 +177,36 @@ class CausalLM:
 
         most = self.text.max_tokens
         draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
-        ids, mask = self._pad_left(tokenized)
-        with self._arithmetic():
+        layers = self.weights.layers().values() if self._foldable else ()
+        with self._arithmetic(), folded(layers):
+            inputs = self._inputs_of_samples(tokenized)
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
-                self.model, input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                logits_processor=LogitsProcessorList([draw]), **self._generate_arguments(),
-                **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
+                self.model, max_new_tokens=most, do_sample=False, logits_processor=LogitsProcessorList([draw]),
+                **inputs, **self._generate_arguments())[:, inputs["input_ids"].shape[1]:]
         mask, cut = completion_masks(tokens, self.ends)
         texts = self.detokenize(tokens, mask, tokenized.prompts)
         short = 0, most - tokens.shape[1]
         logp = self._sound(draw.log_probs().masked_fill(~mask, 0.0), tokenized)
         ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
         return SampledCompletions(ids, logp, mask, cut.cpu(), texts)
+
+    def _inputs_of_samples(self, tokenized: TokenizedPrompts) -> dict[str, Any]:
+        """Arguments of `generate`: the prompts, or, where rows share theirs, last tokens behind a cache of the rest."""
+        ids, mask = self._pad_left(tokenized)
+        length = ids.shape[1]
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if type(tokenized) is not TokenizedPrompts or not self.text.shared_prefix or length == 1:
+            return inputs | self._beside(tokenized, length, before=True)
+        unique, of = torch.cat([ids, mask], 1).unique(dim=0, return_inverse=True)
+        if len(unique) == len(of) or self._reason_apart(tokenized):
+            return inputs
+        first, seen = unique[:, :length - 1], unique[:, length:-1]
+        positions, _ = self._positions(tokenized, first, seen)
+        cache = getattr(self.body(**self.read(first), attention_mask=seen, position_ids=positions, use_cache=True),
+                        self._cache)
+        cache.batch_select_indices(of)
+        return {"input_ids": ids[:, -1:], "attention_mask": mask, self._cache: cache}
 
     def _sound(self, logp: Tensor, tokenized: TokenizedPrompts) -> Tensor:
         """Raises NotFinite if a log-probability is NaN, with the weight that is."""
@@ -341,15 +361,18 @@ class CausalLM:
         return self._head_alone
 
     def shares(self, tokenized: TokenizedPrompts) -> bool:
-        """True if completions can be read behind a prompt's cache: determined by a trial, once."""
+        """True if a replay may read completions behind a prompt's cache."""
         return not self.reason_not_shared(tokenized)
 
-    @torch.no_grad()
     def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
-        """The reason why a prompt is read once for each of its completions; empty if they share its cache."""
+        """The reason why a replay reads a prompt once for each of its completions; empty if they share its cache."""
+        return RECOMPUTED if self.checkpointing else self._reason_apart(tokenized)
+
+    @torch.no_grad()
+    def _reason_apart(self, tokenized: TokenizedPrompts) -> str:
+        """The reason why a prompt's cache cannot be shared, determined by a trial, once; empty if it can."""
         if self._apart is None:
-            self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(
-                tokenized.rows(torch.tensor([0])), self.probe(tokenized))
+            self._apart = self._try_prefixes(tokenized.rows(torch.tensor([0])), self.probe(tokenized))
         return self._apart
 
     def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> str:
@@ -376,8 +399,8 @@ class CausalLM:
         return {}, {"apart": self._apart}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take over the result of a trial, unless gradient checkpointing decides."""
-        if not self.checkpointing and values.get("apart") != RECOMPUTED:
+        """Take over the result of a trial; older runs with gradient checkpointing made none."""
+        if values.get("apart") != RECOMPUTED:
             self._apart = values.get("apart")
 
     # --- what every policy has ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
-from flowgrpo.text.policies.causal_lm import RECOMPUTED, TARGETS, CausalLM
+from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import TokenDistribution
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
@@ -82,7 +82,7 @@ class VisionLM(CausalLM):
             self.weights.pipe = processor
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
-        self._tried = False  # `reason_not_shared` has seen an image
+        self._tried = False  # `_reason_apart` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class VisionLM(CausalLM):
         return positions, mask.sum(1, keepdim=True) + offset
 
     @torch.no_grad()
-    def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
+    def _reason_apart(self, tokenized: TokenizedPrompts) -> str:
         """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
         shareable."""
         assert isinstance(tokenized, Shown), type(tokenized)
@@ -151,7 +151,7 @@ class VisionLM(CausalLM):
             hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.images[i]), len(tokenized.ids[i])))
             row = tokenized.rows(torch.tensor([hardest]))
             self._tried = seen
-            self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(row, self.probe(row))
+            self._apart = self._try_prefixes(row, self.probe(row))
         return self._apart
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:

@@ -145,7 +145,7 @@ class Unmasking(Decoding):
 def sample_inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """The tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], in [0, 1).
     One number decides a token, so a row's draws do not depend on other rows, on V or on the device."""
-    mass = log_probs.double().exp().cumsum(-1)
+    mass = log_probs.exp().cumsum(-1, dtype=torch.float64)
     passed = torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
     return passed.clamp(max=log_probs.shape[1] - 1)  # V where the mass is NaN
 

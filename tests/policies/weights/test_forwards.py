@@ -11,7 +11,7 @@ from torch import nn
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.forwards import contiguous_inputs, fuse_norms, fuse_text_norms, without_casts
+from flowgrpo.policies.weights.forwards import contiguous_inputs, folded, fuse_norms, fuse_text_norms, without_casts
 from flowgrpo.policies.weights.trainable import lora_layers
 from flowgrpo.starter import CALL
 from flowgrpo.tools.check.tiny import make_language_model
@@ -63,6 +63,23 @@ def test_in_bf16_it_is_autocasts_with_gradients_in_fp32():
         errors = [(value.double() - of).abs().max() / size for value in (ours_of, theirs_of)]
         assert errors[0] <= max(1.5 * errors[1], 2**-7), errors  # no further from the truth than autocast's
     assert all(grad.dtype == torch.float32 for grad in grads.values())
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 5, 8)])
+def test_folded_layers_multiply_by_w_plus_s_b_a_until_the_end(shape):
+    made, x = net(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    layers = [*lora_layers(made).values()]
+    assert without_casts(layers)
+    before, weights = made(x), [layer.weight.clone() for layer in layers]
+    with folded(layers):
+        torch.testing.assert_close(made(x), before, rtol=1e-6, atol=1e-6)
+        [first, _] = layers
+        torch.testing.assert_close(first.folded, first.weight + 5 / 3 * first.lora_B["default"].weight
+                                   @ first.lora_A["default"].weight)
+        first.lora_B["default"].weight.data.zero_()
+        torch.testing.assert_close(made(x), before, rtol=1e-6, atol=1e-6)
+    assert all(layer.folded is None for layer in layers) and not torch.allclose(made(x), before, atol=1e-3)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights))
 
 
 def test_switched_off_layers_are_the_base():

@@ -146,6 +146,23 @@ def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient():
     assert counts == [2 * 6 + 6 * (length - 1), 6 * (6 + length - 1)]  # "5;66=" has 6 tokens with its start
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_rows_of_one_prompt_read_it_once_when_they_are_sampled(checkpointing):
+    """2 prompts of 6 and 5 tokens are read but for the last one of 6; then 6 rows make steps of one token."""
+    found, counts = [], []
+    for shared in (True, False):
+        own = tiny.stir(tiny.policy(shared_prefix=shared, checkpointing=checkpointing))
+        sampled(own)  # the trial
+        before = own.evaluations
+        found.append(sampled(own, [ASKED[2]] * 3 + [ASKED[0]] * 3, range(6))[1])
+        counts.append(own.evaluations - before)
+    once, each = found
+    assert torch.equal(once.ids, each.ids) and once.texts == each.texts
+    torch.testing.assert_close(once.logp, each.logp, rtol=0, atol=1e-5)
+    steps = int(once.mask.sum(1).max())
+    assert counts == [2 * 5 + 6 * steps, 6 * (6 + steps - 1)]
+
+
 def test_logits_that_are_more_than_the_heads_are_taken_whole():
     from transformers import Gemma2Config, Gemma2ForCausalLM
     _, tokenizer = tiny.model()
