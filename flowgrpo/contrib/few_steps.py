@@ -77,7 +77,8 @@ class FewStepStudent(Extension):
             "memory.context_parallel, whose processes share every call": config.memory.context_parallel > 1,
             "parts.distil.text: student, where no text encoder is trained":
                 distil.text == "student" and not denoising.adapted.encoders,
-            "parts.distil.after, of a method that trains nothing but the match": bool(distil.after) and (
+            "parts.distil.after or alone, of a method that trains nothing but the match": bool(
+                distil.after or distil.alone) and (
                 isinstance(distil, RewardedMatching) or isinstance(setup.method.credit.advantage, Unrewarded)),
             "parts.adapted.denoisers: false, so that no student is trained": not denoising.adapted.denoisers,
             "parts.progress, whose clean predictions are let go": setup.method.credit.progress is not None,
@@ -86,6 +87,8 @@ class FewStepStudent(Extension):
     @property
     def alone(self) -> bool:
         """True if the optimizer's steps have no other gradient than this loss."""
+        if 0 <= self.trainer.epoch - self.part.after < self.part.alone:
+            return True
         return isinstance(self.trainer.method.credit.advantage, Unrewarded) and not self.trainer.kl_reference.is_read
 
     def prepare(self) -> None:
@@ -186,7 +189,7 @@ class FewStepDryRun(DryRun):
 
     def begin(self, trainer: Any) -> None:
         of = next(each for each in trainer.extensions.present if isinstance(each, FewStepStudent))
-        of.part = replace(of.part, after=0)  # an epoch with the loss is the one that has to fit
+        of.part = replace(of.part, after=0, alone=0)  # an epoch of both is the one that has to fit
 
         def once(work: Callable[..., None]) -> Callable[..., None]:
             def counted(*given: Any) -> None:

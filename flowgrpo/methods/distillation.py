@@ -50,6 +50,7 @@ class Distillation:
     lr_share: learning rate of the denoisers' LoRA, as a share of train.lr, which text encoders keep.
     after: epochs before this loss begins, of the reward alone. With text "student" it trains the text encoders then,
         and the denoisers' LoRA stays as it is.
+    alone: epochs of this loss alone that come next; then both train.
     text: text encoders that the teacher reads where they are trained: the "base"'s, or the "student"'s, so that
         rewards change what is drawn and the teacher how.
     """
@@ -63,6 +64,7 @@ class Distillation:
     updates: Annotated[int, AtLeast(1)] = 1
     lr_share: Annotated[float, Above(0)] = 1.0
     after: Annotated[int, AtLeast(0)] = 0
+    alone: Annotated[int, AtLeast(0)] = 0
     text: Literal["base", "student"] = "base"
 
 

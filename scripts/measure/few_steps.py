@@ -10,15 +10,14 @@ base          the starter in 4 steps
 distilled     consistency distillation, without a reward
 rl            the demo's reward training, measured in 20 steps, and with its weights in 4
 rl_distilled  the demo first, then consistency distillation whose base is the tuned model (its LoRA is fused)
-distilled_rl  consistency distillation first, then rlcm on the student
-one           the recipe: both in one run
-matched       the recipe with DMD2's match in place of consistency distillation
+distilled_rl  consistency distillation first, then the reward trains the text encoders in the student's own steps
+one           the recipe: all in one run
 
 Every 4-step arm samples with fresh noise (FlowMatchLCMScheduler at sigma 1, .75, .5 and .25). Each row has the strict
 accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, and KID
 to its images (features: 16 x 16 miniatures; times 1000). Diversity is also a share of the arm's own teacher's in 20
-steps: of `one` and `matched` the starter with the text encoders that the run trained, of `rl_distilled` the tuned
-model, else the starter. Evaluations and the processor's seconds are of all runs of the arm. Finished runs and
+steps: of `one` the starter with the text encoders that the run trained, of `rl_distilled` the tuned model, else the
+starter. Evaluations and the processor's seconds are of all runs of the arm. Finished runs and
 measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
@@ -47,12 +46,14 @@ from flowgrpo.starter import CALL
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_4steps.yaml"
 DEMO = Path(__file__).parents[2] / "configs" / "starter.yaml"
-ALONE = ["--method=dmd2", "--reward=scene",
+FOUR = ["--phases=[]", "--train.steps=4", "--train.shift=1.0"]
+ALONE = [*FOUR, "--method=dmd2", "--reward=scene",
          "--parts={distil: {type: ConsistencyDistillation, jumps: 128, decay: 0.98, delta: 0.05, updates: 4}}",
          "--train.epochs=50", "--train.group=16", "--train.micro_batch=64", "--train.lr=3e-3"]
-MATCH = ["--parts={adapted: {encoders: true}, roots: 1, advantage: {order: advantages}, distil: {text: student, "
-         "after: 60, weight: 0.15, updates: 3, lr_share: 0.4, fake_updates: 2, fake_lr: 1e-3, blend: 0}}",
-         "--train.epochs=100"]
+ENCODERS = [*FOUR, "--method=mix_grpo+grpo_guard+texforce", "--train.epochs=130", "--train.lr=3e-3",
+            "--parts={kernel: {type: CPS, level: 1.0}, plan: {size: 3, order: frozen}, roots: 1, "
+            "advantage: {order: advantages}}",
+            "--adapter.targets=[to_q, to_k, to_v, to_out.0, add_q_proj, add_k_proj, add_v_proj, to_add_out]"]
 # By arm: the runs that follow on each other, as (name, recipe, options, what starts from the run before).
 ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "base": [],
@@ -60,9 +61,8 @@ ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "rl": [("rl", DEMO, [], "")],
     "rl_distilled": [("rl", DEMO, [], ""), ("rl_distilled", RECIPE, ALONE, "load.lora")],
     "distilled_rl": [("distilled", RECIPE, ALONE, ""),
-                     ("distilled_rl", RECIPE, ["--method=rlcm", "--parts={adapted: {encoders: true}}"], "load.lora")],
-    "one": [("one", RECIPE, [], "")],
-    "matched": [("matched", RECIPE, MATCH, "")]}
+                     ("distilled_rl", RECIPE, ENCODERS, "load.lora")],
+    "one": [("one", RECIPE, [], "")]}
 PROMPTS, SAMPLES = 180, 2
 
 
@@ -137,7 +137,7 @@ def rows(output: Path, arms: list[str], seeds: list[int]) -> list[dict[str, Any]
                 file = output / "measured" / f"{arm}-seed{seed}-{steps}.json"
                 told.append(row(f"{arm}, {steps} steps", str(seed) if runs else "", kept(file, last, steps), teacher,
                                 spent(runs)))
-            taught = runs[0] if arm == "rl_distilled" else encoders(runs[0]) if arm in ("one", "matched") else None
+            taught = runs[0] if arm == "rl_distilled" else encoders(runs[0]) if arm == "one" else None
             own = kept(output / "measured" / f"{arm}-seed{seed}-teacher.json", taught, 20) if taught else teacher
             told[-1]["own"] = told[-1]["diversity"] * teacher["diversity"] / own["diversity"]
             print(told[-1], flush=True)

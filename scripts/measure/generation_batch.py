@@ -1,8 +1,8 @@
 """Seconds of sampling completions, and of a whole epoch: this checkout beside another one, such as of an older commit.
 
-    git worktree add OLD 9b1f0c2d
+    git worktree add OLD fdbc0b0d
     python scripts/measure/generation_batch.py OLD [--model starter_text] [--repeats 5] [--threads 1]
-    python scripts/measure/generation_batch.py OLD --model models/smollm2   # as build/train_smollm2.py --write writes it
+    python scripts/measure/generation_batch.py OLD --model models/smollm2  # as build/train_smollm2.py --write writes it
 
 An epoch of 8 prompts x 8 samples in micro-batches of 8, an accumulation of 8. Each repetition, with a seed of its own,
 is a process of either checkout, in turns; the first of its three epochs is not counted, of the others the faster one

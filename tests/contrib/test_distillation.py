@@ -334,6 +334,20 @@ def test_the_match_begins_after_some_epochs_and_the_reward_alone_trains_the_enco
     assert not same(copies(spent.live), {key: before[key] for key in spent.live})
 
 
+def test_an_epoch_of_the_match_alone_leaves_the_encoders():
+    made, spent = trainer("dmdr", {"distil": SMALL["distil"] | {"after": 1, "alone": 1, "text": "student"},
+                                   "adapted": {"encoders": True}}, adapter__encoder_targets=["q_proj"])
+    moved = []
+    for made.epoch in range(3):
+        before = copies(made.policy.weights.named)
+        metrics = made.run_epoch()
+        moved.append({key in spent.live for key, value in made.policy.weights.named.items()
+                      if not torch.equal(value, before[key])})
+        assert ("distil/gap" in metrics) == (made.epoch > 0)
+        assert made.optimization.update == [1, 3, 5][made.epoch]
+    assert moved == [{False}, {True}, {True, False}]
+
+
 def test_micro_batches_change_no_batch():
     made, spent = trainer()
     spent.on_drawn(loop.draw(made))
@@ -351,9 +365,10 @@ def test_what_does_not_go_is_refused_in_a_line():
                              ("adapter.rank: 0", {"adapter__rank": 0}),
                              ("image.sizes", {"image__sizes": [[16, 16]]}),
                              ("text: student, where no text encoder", {"parts": {"distil": {"text": "student"}}}),
-                             ("after, of a method that trains nothing but", {"parts": {"distil": {"after": 2}}}),
-                             ("after, of a method that trains nothing but",
-                              {"method": "tdm_r1", "parts": {"distil": {"after": 2}}}),
+                             ("after or alone, of a method that trains nothing but",
+                              {"parts": {"distil": {"after": 2}}}),
+                             ("after or alone, of a method that trains nothing but",
+                              {"method": "tdm_r1", "parts": {"distil": {"alone": 2}}}),
                              ("adapted.denoisers: false",
                               {"parts": SMALL | {"adapted": {"denoisers": False, "encoders": True}}})):
         settings = tiny.config(**{"method": "dmd2", "parts": SMALL, "train__steps": 4} | options)
