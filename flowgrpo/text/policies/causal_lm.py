@@ -65,9 +65,8 @@ class CausalLM:
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": text_weights.present(model, TARGETS)})
         self.weights: Any = text_weights.TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
-        # In fp32 alone: in half precision autocast casts, and a folded LoRA would be rounded away.
-        self._foldable = bool(adapter and adapter.rank) and self.dtype == torch.float32 and without_casts(
-            self.weights.layers().values()) and self.device.type == "cpu"
+        if self.weights and self.dtype == torch.float32:  # in half precision autocast casts
+            without_casts(self.weights.layers().values())
         if checkpointing:
             recompute(model, checkpointing)
         self.checkpointing = float(checkpointing)
@@ -177,8 +176,9 @@ class CausalLM:
 
         most = self.text.max_tokens
         draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
-        layers = self.weights.layers().values() if self._foldable else ()
-        with self._arithmetic(), folded(layers):
+        # A folded LoRA is a copy of the weights, for which a GPU may lack memory.
+        layers = self.weights.layers().values() if self.weights and self.device.type == "cpu" else ()
+        with self._arithmetic(), folded(layer for layer in layers if hasattr(layer, "folded")):
             inputs = self._inputs_of_samples(tokenized)
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
