@@ -2,7 +2,6 @@
 
 import contextlib
 import html.parser
-import io
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from flowgrpo.tools.bench import models, plan
 from flowgrpo.tools.bench.bench import cores, duration, remaining, seconds, threads_each
 from flowgrpo.tools.bench.models import Entry, clip_of, entries
 from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost, epochs_for, epochs_of
-from flowgrpo.tools.bench.worker import Tasks
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
 from tests.helpers.refusals import message
@@ -513,7 +511,7 @@ def test_a_signal_to_the_bench_ends_its_workers(number, tmp_path):
         bench.kill()
 
 
-def test_a_worker_begins_no_task_of_a_bench_that_has_ended():
-    tasks = Tasks(io.StringIO('{"kind": "run"}\n{"kind": "trial"}\n'))
-    tasks.reader.join()
-    assert tasks.next() is None
+def test_a_worker_begins_no_task_of_a_bench_that_has_ended(tmp_path):
+    command = [sys.executable, "-m", "flowgrpo.tools.bench.worker", "trial", f"{tmp_path}/none.yaml", f"{tmp_path}/r"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGTERM and not ended.stdout and not [*tmp_path.iterdir()]
