@@ -208,7 +208,6 @@ def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     return Entry(path.stem, str(path), settings, settings)
 
 
-
 def _merge(one: Any, other: Any) -> Any:
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return other
