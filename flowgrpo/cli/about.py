@@ -81,13 +81,13 @@ def check(
         typer.echo(json.dumps(result, indent=2, default=str))
     else:
         tiny = of_class(model)
-        known = {key: value for key, value in result.items() if value is not None and not (tiny and key in IN_GIB)}
         named = result["model"] + " (a tiny random instance: its sizes are not those of a model)" * tiny
-        known = {"model": named, "supported": "unknown"} | known | {"model": named}
-        lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
-        width = max(len(key) for key, _ in lines)
-        for key, value in lines:
-            typer.echo(f"{key:<{width}}  {value}")
+        known = {"model": named, "supported": "unknown"} | {
+            key: value for key, value in result.items()
+            if value is not None and key != "model" and not (tiny and key in IN_GIB)}
+        lines = {key.replace("_", " ") + ", GiB" * (key in IN_GIB): _plain(value) for key, value in known.items()}
+        for key, value in lines.items():
+            typer.echo(f"{key:<{max(map(len, lines))}}  {value}")
     if not result["supported"]:
         raise typer.Exit(2)
 
@@ -119,11 +119,16 @@ def methods(
     words: Words = None,
 ) -> None:
     """List the presets that --method takes."""
-    tables = {title: [row for module in modules for row in _presets(module)
-                      if has_words(words, row)] for title, modules in GROUPS.items()}
-    points = [[name, point.value, f"package {point.dist.name}"]
-              for name, point in group_entry_points("flowgrpo.methods").items()]
-    tables["From installed packages"] = [row for row in points if has_words(words, row)]
+    tables: dict[str, list[list[str]]] = {title: [] for title in GROUPS}
+    for title, modules in GROUPS.items():
+        for module in modules:
+            file = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
+            tables[title] += [[node.name, *_summary(ast.get_docstring(node) or "")]
+                              for node in ast.parse(file.read_text(encoding="utf-8")).body
+                              if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    tables["From installed packages"] = [[name, point.value, f"package {point.dist.name}"]
+                                         for name, point in group_entry_points("flowgrpo.methods").items()]
+    tables = {title: [row for row in rows if has_words(words, row)] for title, rows in tables.items()}
     if not any(tables.values()):
         raise no_row("methods", words)
     for title, rows in tables.items():
@@ -152,13 +157,6 @@ def parts(
     for title, rows in tables.items():
         print_table(["name", title, "source"], rows)
     typer.echo("What a place is, and the parts: docs/reference/parts.md")
-
-
-def _presets(module: str) -> list[list[str]]:
-    file = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _summary(docstring: str) -> tuple[str, str]:

@@ -39,17 +39,14 @@ def evolve(
 
     kind = build.kind(config)
     options.require_init(Setup(config, kind, resolve(config, build.process(kind))))
-
     policy, value = _value(config)
-    lines = evolve.evolve(policy.weights, value, evolve.Settings(generations, population, spread, config.seed),
-                             typer.echo)
+    settings = evolve.Settings(generations, population, spread, config.seed)
+    lines = evolve.evolve(policy.weights, value, settings, typer.echo)
     typer.echo(evolve.write(policy.weights, output, lines))
 
 
 def _value(config: Any) -> tuple[Any, Any]:
     """Policy of a configuration, and the mean weighted reward of its samples in a generation."""
-    import torch
-
     from flowgrpo import rewards
     from flowgrpo.data import sets
     from flowgrpo.device import pick_device
@@ -62,7 +59,7 @@ def _value(config: Any) -> tuple[Any, Any]:
     config, _ = resolve_precision(config, device)
     functions = pairwise.held_out_rewards(rewards.compose(config.trained, config.cache), {})
     prompts = sets.resolve(config)[0]
-    policy: Any = build.make_policy(config, torch.device(device), build.load(config))
+    policy: Any = build.make_policy(config, device)
     rewards.require_modality(functions, policy.modality)
 
     def value(generation: int) -> float:

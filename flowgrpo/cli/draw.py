@@ -110,19 +110,14 @@ def sample(
     elif generates is not None:
         raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     else:
-        _paint(model, weights, rewriter, drawn | {
-            "prompts": prompt, "steps": steps, "guidance": guidance, "output": output, "rlg": weight, "image": image})
+        from flowgrpo.evaluation import images
+        from flowgrpo.evaluation.samplers import make_enhancer
 
-
-def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
-    """Draw images and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
-    from flowgrpo.evaluation import images
-    from flowgrpo.evaluation.samplers import make_enhancer
-
-    writer = make_enhancer(rewriter, drawn["seed"])
-    _print(images.sample(model, weights, enhancer=writer, **drawn))
-    for text, written in writer.known.items() if writer else ():
-        typer.echo(f"{text} -> {written}", err=True)
+        writer = make_enhancer(rewriter, seed)
+        _print(images.sample(model, weights, prompts=prompt, steps=steps, guidance=guidance, output=output, rlg=weight,
+                             image=image, enhancer=writer, **drawn))
+        for text, written in writer.known.items() if writer else ():
+            typer.echo(f"{text} -> {written}", err=True)
 
 
 def _print(lines: Sequence[object]) -> None:
