@@ -10,7 +10,6 @@ A file of labelled texts is `.jsonl`, one object per line: `text` with `labels`,
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowgrpo.data.prompts import LARGEST
-from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import parse_json, text_of, unsafe
+from flowgrpo.data.pairs import OVERALL, records
+from flowgrpo.errors import UserError
+from flowgrpo.files import unsafe
 from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hash_words
 
 KEYS = ("text", "labels", "chosen", "rejected", "prompt", "category")
-OVERALL = "overall"
 _STEPS, _NUMBER = re.compile(r"(?<=[.!?\n])\s+"), re.compile(r"\d+")
 
 
@@ -45,43 +43,25 @@ class LabelledText:
 
 def load_labelled(path: str | Path) -> list[LabelledText]:
     """Read a .jsonl file of labelled texts. Raises UserError with the file and the line of a mistake."""
-    if Path(path).suffix != ".jsonl":
-        raise UserError(f"labelled completions {path}: expected a .jsonl file")
-    lines = text_of(path, LARGEST).split("\n")
-    records = [_parse_line(line, Path(path), number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not records:
+    texts = []
+    for place, record in records(Path(path), "labelled completions", KEYS, "text, or chosen and rejected"):
+        if ("text" in record) == ("chosen" in record) or ("chosen" in record) != ("rejected" in record):
+            raise UserError(f"{place}: expected either 'text', or 'chosen' and 'rejected'")
+        for key in record.keys() - {"labels"}:
+            if not isinstance(record[key], str) or not record[key].strip() or unsafe(record[key]):
+                raise UserError(f"{place}: expected a text under {key!r}, got {str(record[key])[:60]!r}")
+        labels = record.get("labels", {OVERALL: 1.0} if "text" in record else {})
+        if not isinstance(labels, dict) or not all(type(value) in (int, float) and math.isfinite(value)
+                                                   for value in labels.values()):
+            raise UserError(f"{place}: expected names and numbers under 'labels', got {str(labels)[:60]}")
+        texts.append(LabelledText(record.get("text") or record["chosen"],
+                                  {name: float(value) for name, value in labels.items()}, record.get("rejected"),
+                                  record.get("prompt", ""), record.get("category", "")))
+    if not texts:
         raise UserError(f"labelled completions {path}: the file holds no completion")
-    if len({record.rejected is None for record in records}) == 2:
+    if len({text.rejected is None for text in texts}) == 2:
         raise UserError(f"labelled completions {path}: some lines have labels and some pairs, expected one kind")
-    return records
-
-
-def _parse_line(line: str, path: Path, number: int) -> LabelledText:
-    def wrong(what: str) -> UserError:
-        return UserError(f"labelled completions {path}, line {number}: {what}")
-
-    try:
-        record = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise wrong(f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise wrong(f"expected an object, got {str(record)[:60]}")
-    for key in record:
-        if key not in KEYS:
-            raise wrong(f"unknown key {key!r}{nearest(key, list(KEYS))}")
-    if ("text" in record) == ("chosen" in record) or ("chosen" in record) != ("rejected" in record):
-        raise wrong("expected either 'text', or 'chosen' and 'rejected'")
-    for key in set(KEYS) & record.keys() - {"labels"}:
-        if not isinstance(record[key], str) or not record[key].strip() or unsafe(record[key]):
-            raise wrong(f"expected a text under {key!r}, got {str(record[key])[:60]!r}")
-    labels = record.get("labels", {OVERALL: 1.0} if "text" in record else {})
-    if not isinstance(labels, dict) or not all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            for value in labels.values()):
-        raise wrong(f"expected names and numbers under 'labels', got {str(labels)[:60]}")
-    labels = {name: float(value) for name, value in labels.items()}
-    return LabelledText(record.get("text") or record["chosen"], labels, record.get("rejected"),
-                        record.get("prompt", ""), record.get("category", ""))
+    return texts
 
 
 def degrade(text: str, seed: int) -> str:
@@ -90,7 +70,7 @@ def degrade(text: str, seed: int) -> str:
     in place of a language model)."""
     rng, steps = np.random.default_rng(seed), [step for step in _STEPS.split(text) if step.strip()]
     numbers = [*_NUMBER.finditer(text)]
-    for way in (seed % 3, (seed + 1) % 3, (seed + 2) % 3):
+    for way in (number % 3 for number in range(seed, seed + 3)):
         if way == 0 and len(steps) > 1:
             place = int(rng.integers(len(steps)))
             return " ".join(steps[:place] + steps[place + 1:])
@@ -161,10 +141,6 @@ def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> floa
     return float(((scores > 0) == (labels > 0.5)).double().mean())
 
 
-def kind_of(labels: Sequence[float], pairs: bool) -> str:
-    return PAIRS if pairs else LOGISTIC if set(labels) <= {0.0, 1.0} else SQUARED
-
-
 def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> list[tuple[str, str, str, float, int]]:
     """Train a reward on labelled texts, write its file, and return (category, aspect, measure, value, held-out texts).
 
@@ -188,7 +164,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
     # Texts are encoded once: all heads of all categories read the same rows.
     embed = SemanticSimilarity(settings.encoder).embed if settings.encoder else hash_words
     rows = embed([text.text for text in texts])
-    if texts[0].rejected is not None:
+    if pairs:
         rows = rows - embed([text.rejected or "" for text in texts])
     held = _held_out_mask(texts, settings)
     heads, results = {}, []
@@ -197,7 +173,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
         fitted = []
         for aspect in aspects:
             labels = torch.tensor([text.labels[aspect] for text in texts], dtype=torch.float64)
-            kind = kind_of(labels[inside].tolist(), pairs)
+            kind = PAIRS if pairs else LOGISTIC if {*labels[inside].tolist()} <= {0.0, 1.0} else SQUARED
             head = fit(rows[inside & ~held], labels[inside & ~held], settings.penalty, kind)
             at = inside & held
             value = evaluate_head(rows[at], labels[at], head, kind) if at.any() else float("nan")
