@@ -40,8 +40,7 @@ def evolve(
     kind = build.kind(config)
     options.require_init(Setup(config, kind, resolve(config, build.process(kind))))
     policy, value = _value(config)
-    settings = evolve.Settings(generations, population, spread, config.seed)
-    lines = evolve.evolve(policy.weights, value, settings, typer.echo)
+    lines = evolve.evolve(policy.weights, value, typer.echo, generations, population, spread, config.seed)
     typer.echo(evolve.write(policy.weights, output, lines))
 
 
@@ -99,7 +98,7 @@ def learn_experience(
     def ask(question: str) -> str:
         return endpoint.ask(lambda _: user([{"type": "text", "text": question}]), 1)[0].text
 
-    experience.learn(library, batches, sample, ask, experience.Settings(epochs, edits), typer.echo)
+    experience.learn(library, batches, sample, ask, epochs, edits, typer.echo)
     atomic.write_text(output, library.text() + "\n")
     typer.echo(f"{output}: {len(library.entries)} lessons")
 

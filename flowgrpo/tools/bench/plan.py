@@ -150,7 +150,7 @@ class Plan:
     """
 
     def __init__(self, request: Request):
-        self.request, self.of = request, models.model(request.model)
+        self.request, self.of = request, models.MODELS[request.model]
         if not request.methods:
             raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo list methods` "
                             "lists all)")

@@ -89,21 +89,6 @@ def degrade(text: str, seed: int) -> str:
 SQUARED, LOGISTIC, PAIRS = "R2", "accuracy", "accuracy of pairs"  # what is measured, by the kind of labels
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a text reward's training.
-
-    encoder: a model of transformers, frozen; None for hashed words. penalty: of the squared weights.
-    held_out: share of the texts that measure it. degrade: texts become pairs with degraded copies of themselves.
-    """
-
-    encoder: str | None = None
-    penalty: float = 1.0
-    held_out: float = 0.1
-    degrade: bool = False
-    seed: int = 0
-
-
 def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
     """Weights and intercept [D + 1] of a linear head with the least loss + penalty / 2 * |weights|^2.
 
@@ -141,16 +126,19 @@ def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> floa
     return float(((scores > 0) == (labels > 0.5)).double().mean())
 
 
-def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> list[tuple[str, str, str, float, int]]:
+def train(texts: Sequence[LabelledText], output: Path, encoder: str | None = None, penalty: float = 1.0,
+          held_out: float = 0.1, degraded: bool = False, seed: int = 0) -> list[tuple[str, str, str, float, int]]:
     """Train a reward on labelled texts, write its file, and return (category, aspect, measure, value, held-out texts).
 
+    encoder: a model of transformers, frozen; None for hashed words. penalty: of the squared weights.
+    held_out: share of the texts that measure it. degraded: texts become pairs with degraded copies of themselves.
     Raises UserError for too few texts, for an aspect that not all texts of a category have, and for an output that is
     there.
     """
     if output.exists():
         raise UserError(f"{output} exists already: name another file, or remove that one")
     # Damaged copies stand in for the rejected texts that unlabelled ones lack.
-    if settings.degrade:
+    if degraded:
         texts = [LabelledText(text.text, {}, degrade(text.text, number), text.prompt, text.category)
                  for number, text in enumerate(texts)]
     pairs = texts[0].rejected is not None
@@ -162,11 +150,19 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
             raise UserError(f"the text {text.text[:40]!r} has the labels {', '.join(sorted(text.labels))}, expected "
                             f"{', '.join(aspects)}, as the others have")
     # Texts are encoded once: all heads of all categories read the same rows.
-    embed = SemanticSimilarity(settings.encoder).embed if settings.encoder else hash_words
+    embed = SemanticSimilarity(encoder).embed if encoder else hash_words
     rows = embed([text.text for text in texts])
     if pairs:
         rows = rows - embed([text.rejected or "" for text in texts])
-    held = _held_out_mask(texts, settings)
+    # Texts of one prompt are all held out, or none of them.
+    prompts = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
+    different = sorted(set(prompts))
+    if len(different) < 2:
+        raise UserError(f"{len(texts)} completions of one prompt cannot be split into training and held-out ones: "
+                        f"give more")
+    count = min(max(1, round(held_out * len(different))), len(different) - 1)
+    chosen = {different[place] for place in np.random.default_rng(seed).permutation(len(different))[:count]}
+    held = torch.tensor([prompt in chosen for prompt in prompts])
     heads, results = {}, []
     for category in sorted({text.category for text in texts}):
         inside = torch.tensor([text.category == category for text in texts])
@@ -174,26 +170,13 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
         for aspect in aspects:
             labels = torch.tensor([text.labels[aspect] for text in texts], dtype=torch.float64)
             kind = PAIRS if pairs else LOGISTIC if {*labels[inside].tolist()} <= {0.0, 1.0} else SQUARED
-            head = fit(rows[inside & ~held], labels[inside & ~held], settings.penalty, kind)
+            head = fit(rows[inside & ~held], labels[inside & ~held], penalty, kind)
             at = inside & held
             value = evaluate_head(rows[at], labels[at], head, kind) if at.any() else float("nan")
             fitted.append(head.tolist())
             results.append((category, aspect, kind, value, int(at.sum())))
         heads[category] = fitted
-    LearnedHeads(aspects, heads, settings.encoder, {"held_out": [
+    LearnedHeads(aspects, heads, encoder, {"held_out": [
         {"category": category, "aspect": aspect, "measure": measure, "value": None if value != value else value,
          "texts": count} for category, aspect, measure, value, count in results]}).write(output)
     return results
-
-
-def _held_out_mask(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
-    """Held-out texts, bool [N]; texts of one prompt are on one side."""
-    labels = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
-    different = sorted(set(labels))
-    if len(different) < 2:
-        raise UserError(f"{len(texts)} completions of one prompt cannot be split into training and held-out ones: "
-                        f"give more")
-    order = np.random.default_rng(settings.seed).permutation(len(different))
-    count = min(max(1, round(settings.held_out * len(different))), len(different) - 1)
-    chosen = {different[place] for place in order[:count]}
-    return torch.tensor([label in chosen for label in labels])

@@ -163,11 +163,7 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
         raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
     paths.require_folder(output)
     names, device = aspects(trained, held), _device(settings.device)
-    if settings.margins and not any(pair.margins for pair in trained):
-        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo reward label`, or leave "
-                        "it out")
-    # By how much chosen is to be better than rejected: [N, A], 0 where a pair has no margin.
-    apart = settings.margins * torch.tensor([[pair.margins.get(name, 0.0) for name in names] for pair in trained])
+    apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
     if settings.model is not None:
         network: Network = on_model(settings.model, len(names), settings.frozen)
@@ -220,6 +216,15 @@ def _device(name: str | None) -> str:
     except (RuntimeError, AssertionError):
         raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
                         "cpu") from None
+
+
+def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
+    """By how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A]. Raises
+    UserError for a weight where no pair has a margin."""
+    if weight and not any(pair.margins for pair in pairs):
+        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo reward label`, or leave "
+                        "it out")
+    return weight * torch.tensor([[pair.margins.get(name, 0.0) for name in names] for pair in pairs])
 
 
 def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:

@@ -17,9 +17,9 @@ from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.contrib.taste.votes import relative
 from flowgrpo.data.pairs import ASPECT, OVERALL
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import Composed
+from flowgrpo.rewards import Composed, Tally
 from flowgrpo.storage import atomic, paths
-from flowgrpo.tools.vote.judged import Group, Scores
+from flowgrpo.tools.vote.judged import Group, score
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,14 @@ def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, c
     are differences of these. Scores are kept beside `output`, so the same command goes on.
     Raises UserError if no prompt has a pair, and as rewards do.
     """
-    kept = scores_file(output)
     composed = rewards.compose(rules)
     rewards.require_routes(composed, [group.prompt.metadata for group in groups])
     atomic.make_folder(output.parent)
-    scoring = Scores(composed, kept)
-    table = scoring(groups)
+    tally = Tally()
+    table = score(groups, composed, scores_file(output), tally)
     weights = [rule.weight for rule in rules.values()]
     rows = [_rows(group, scores, composed, weights, output.parent, choice) for group, scores in zip(groups, table)]
-    failed = {name: (count, scoring.failed.said[name]) for name, count in scoring.failed.failed.items()}
+    failed = {name: (count, tally.said[name]) for name, count in tally.failed.items()}
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for several in rows for row in several]
     if not lines:
         why = f"; {failed[next(iter(failed))][1]}" if failed else ""
