@@ -50,10 +50,8 @@ def vote(
     elif len(places) != 1:
         raise UserError(f"{'--lora' if lora else '--prompts'}: goes with one run or model, got {len(places)} paths")
     else:
-        from flowgrpo.tools.vote import drawn
-
-        comparisons, names = drawn.pairs(places[0], lora or [], prompts, count, seed,
-                                         output.with_name(f"{output.stem}-images"))
+        folder = output.with_name(f"{output.stem}-images")
+        comparisons, names = sources.drawn_pairs(places[0], lora or [], prompts, count, seed, folder)
     ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
         typer.echo(f"{quantity(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "

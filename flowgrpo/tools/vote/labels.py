@@ -43,16 +43,6 @@ class Choice:
         return [(good, bad) for good, bad in pairs if float(totals[good] - totals[bad]) > self.least]
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Numbers of pairs, of prompts, of prompts without a pair, and by reward of failures, with the last one."""
-
-    pairs: int
-    prompts: int
-    without: int
-    failed: dict[str, tuple[int, str]]
-
-
 def require(output: Path, rules: dict[str, RewardRule]) -> None:
     """Raise UserError for a file that this command did not write, and for rewards that cannot name aspects."""
     if output.suffix != ".jsonl":
@@ -71,8 +61,10 @@ def require(output: Path, rules: dict[str, RewardRule]) -> None:
                             f"{OVERALL}; in FILE.yaml give it a label, such as colour: {{use: {name!r}}}")
 
 
-def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, choice: Choice) -> Labelled:
-    """Score the samples of prompts, and write the pairs that they make to `output`, a .jsonl file of pairs.
+def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, choice: Choice
+          ) -> tuple[int, int, dict[str, tuple[int, str]]]:
+    """Score the samples of prompts, and write the pairs that they make to `output`, a .jsonl file of pairs. Return the
+    numbers of pairs and of prompts without one, and by reward that of failures, with the last one.
 
     Each reward is an aspect, if there are several; the aspect `overall` is their weighted sum after transforms. Margins
     are differences of these. Scores are kept beside `output`, so the same command goes on.
@@ -92,7 +84,7 @@ def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, c
         raise UserError(f"no prompt has a pair: the samples of each score the same, or differ by {choice.least:g} at "
                         f"most: sample more per prompt, or lower --least{why}")
     atomic.write_text(output, "".join(lines))
-    return Labelled(len(lines), len(groups), sum(not several for several in rows), failed)
+    return len(lines), sum(not several for several in rows), failed
 
 
 def scores_file(output: Path) -> Path:
