@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.nn.functional import softplus
 from flowgrpo.data.pairs import OVERALL, records
 from flowgrpo.errors import UserError
 from flowgrpo.files import unsafe
+from flowgrpo.storage.json_files import finite
 from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hash_words
 
 KEYS = ("text", "labels", "chosen", "rejected", "prompt", "category")
@@ -139,11 +140,10 @@ def train(texts: Sequence[LabelledText], output: Path, encoder: str | None = Non
         raise UserError(f"{output} exists already: name another file, or remove that one")
     # Damaged copies stand in for the rejected texts that unlabelled ones lack.
     if degraded:
-        texts = [LabelledText(text.text, {}, degrade(text.text, number), text.prompt, text.category)
-                 for number, text in enumerate(texts)]
+        texts = [replace(text, rejected=degrade(text.text, number)) for number, text in enumerate(texts)]
     pairs = texts[0].rejected is not None
-    texts = [LabelledText(text.text, {OVERALL: 1.0}, text.rejected, text.prompt, text.category) if pairs else text
-             for text in texts]
+    if pairs:
+        texts = [replace(text, labels={OVERALL: 1.0}) for text in texts]
     aspects = sorted({name for text in texts for name in text.labels})
     for text in texts:
         if sorted(text.labels) != aspects:
@@ -176,7 +176,6 @@ def train(texts: Sequence[LabelledText], output: Path, encoder: str | None = Non
             fitted.append(head.tolist())
             results.append((category, aspect, kind, value, int(at.sum())))
         heads[category] = fitted
-    LearnedHeads(aspects, heads, encoder, {"held_out": [
-        {"category": category, "aspect": aspect, "measure": measure, "value": None if value != value else value,
-         "texts": count} for category, aspect, measure, value, count in results]}).write(output)
+    told = [dict(zip(("category", "aspect", "measure", "value", "texts"), result)) for result in results]
+    LearnedHeads(aspects, heads, encoder, finite({"held_out": told})).write(output)
     return results
