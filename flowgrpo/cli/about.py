@@ -1,10 +1,11 @@
-"""`flowgrpo check`, and what there is: `flowgrpo list methods`, `list parts` and `list recipes`."""
+"""`check`, and what there is: `flowgrpo list methods`, `parts`, `recipes` and `runs`, `docs`, `constraints`."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import status
 from flowgrpo.user_code import group_entry_points
 
+PACKAGE = Path(__file__).parents[1]
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
 
@@ -81,13 +83,13 @@ def check(
         typer.echo(json.dumps(result, indent=2, default=str))
     else:
         tiny = of_class(model)
-        known = {key: value for key, value in result.items() if value is not None and not (tiny and key in IN_GIB)}
         named = result["model"] + " (a tiny random instance: its sizes are not those of a model)" * tiny
-        known = {"model": named, "supported": "unknown"} | known | {"model": named}
-        lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
-        width = max(len(key) for key, _ in lines)
-        for key, value in lines:
-            typer.echo(f"{key:<{width}}  {value}")
+        known = {"model": named, "supported": "unknown"} | {
+            key: value for key, value in result.items()
+            if value is not None and key != "model" and not (tiny and key in IN_GIB)}
+        lines = {key.replace("_", " ") + ", GiB" * (key in IN_GIB): _plain(value) for key, value in known.items()}
+        for key, value in lines.items():
+            typer.echo(f"{key:<{max(map(len, lines))}}  {value}")
     if not result["supported"]:
         raise typer.Exit(2)
 
@@ -119,11 +121,16 @@ def methods(
     words: Words = None,
 ) -> None:
     """List the presets that --method takes."""
-    tables = {title: [row for module in modules for row in _presets(module)
-                      if has_words(words, row)] for title, modules in GROUPS.items()}
-    points = [[name, point.value, f"package {point.dist.name}"]
-              for name, point in group_entry_points("flowgrpo.methods").items()]
-    tables["From installed packages"] = [row for row in points if has_words(words, row)]
+    tables: dict[str, list[list[str]]] = {title: [] for title in GROUPS}
+    for title, modules in GROUPS.items():
+        for module in modules:
+            file = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+            tables[title] += [[node.name, *_summary(ast.get_docstring(node) or "")]
+                              for node in ast.parse(file.read_text(encoding="utf-8")).body
+                              if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    tables["From installed packages"] = [[name, point.value, f"package {point.dist.name}"]
+                                         for name, point in group_entry_points("flowgrpo.methods").items()]
+    tables = {title: [row for row in rows if has_words(words, row)] for title, rows in tables.items()}
     if not any(tables.values()):
         raise no_row("methods", words)
     for title, rows in tables.items():
@@ -152,13 +159,6 @@ def parts(
     for title, rows in tables.items():
         print_table(["name", title, "source"], rows)
     typer.echo("What a place is, and the parts: docs/reference/parts.md")
-
-
-def _presets(module: str) -> list[list[str]]:
-    file = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _summary(docstring: str) -> tuple[str, str]:
@@ -203,3 +203,50 @@ def _row(name: str) -> list[str]:
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else ["any, or a CPU", "-", "-"])
     return [name, config.model.rpartition("/")[2], config.method, ", ".join(config.trained), *computed]
+
+
+@list_app.command("runs", short_help="List runs with their rewards before and after.")
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List runs, the newest first: model, method, epochs, rewards on held-out prompts before and after, and state."""
+    from flowgrpo.evaluation.runs import list_runs
+
+    rows = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
+        return
+    cells = []
+    for run in rows:
+        rewards = list(dict.fromkeys([*run.before, *run.after]))
+        before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
+                         for values in (run.before, run.after))
+        cells.append([run.name, run.model, run.method, f"{run.epochs} of {'?' if run.total is None else run.total}",
+                      "\n".join(rewards), before, after, run.state])
+    print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], cells)
+
+
+@app.command(hidden=True, short_help="Print a page of the documentation.")
+def docs(
+    page: Annotated[str | None, typer.Argument(show_default=False, help="Such as rewards or get_started/laptop. "
+                                               "Without it: list the pages.")] = None,
+) -> None:
+    """Print a page of the documentation as Markdown. Without a page: list them."""
+    folder = PACKAGE / "docs"
+    pages = {file.relative_to(folder).with_suffix("").as_posix(): file
+             for file in sorted([*folder.glob("*.md"), *folder.glob("*/*.md")])}
+    if page is None:
+        for name, file in pages.items():
+            typer.echo(f"{name:<32} {file.read_text(encoding='utf-8').partition('# ')[2].splitlines()[0]}")
+        return
+    name = page.removeprefix("docs/").partition("#")[0].removesuffix(".md")
+    if name not in pages:
+        raise UserError(f"docs {page}: no such page{nearest(name, [*pages])}; `flowgrpo docs` lists them")
+    typer.echo(pages[name].read_text(encoding="utf-8"))
+
+
+@app.command(hidden=True, short_help="Print the tested versions, for `pip install --constraint`.")
+def constraints() -> None:
+    """Print the versions of all packages that this version was tested with, for `pip install --constraint FILE`."""
+    typer.echo((PACKAGE / "constraints.txt").read_text(encoding="utf-8"), nl=False)

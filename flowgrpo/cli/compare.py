@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,9 +15,6 @@ from flowgrpo.cli.root import compare_app, print_table
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import paths
-
-if TYPE_CHECKING:
-    from flowgrpo.tools.vote.ballot import Comparison
 
 BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter_text"]
 
@@ -41,13 +38,20 @@ def vote(
 ) -> None:
     """Collect preferences: serve pairs of images or clips side by side to browsers of this machine, blind and in
     random order, and write the votes as a file of pairs. Ctrl-C ends it."""
+    from flowgrpo.tools.vote import sources
     from flowgrpo.tools.vote.ballot import Ballot
     from flowgrpo.tools.vote.server import address, server
 
     if output.suffix != ".jsonl":
         raise UserError(f"--output {output}: expected a .jsonl file")
     paths.require_file(output)
-    comparisons, names = _pairs(places, lora or [], prompts, count, seed, output)
+    if not lora and prompts is None:
+        comparisons, names = sources.pairs(places)
+    elif len(places) != 1:
+        raise UserError(f"{'--lora' if lora else '--prompts'}: goes with one run or model, got {len(places)} paths")
+    else:
+        folder = output.with_name(f"{output.stem}-images")
+        comparisons, names = sources.drawn_pairs(places[0], lora or [], prompts, count, seed, folder)
     ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
         typer.echo(f"{quantity(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "
@@ -57,20 +61,6 @@ def vote(
     heads, *rows = ballot.table()
     print_table(heads, rows)
     typer.echo(f"{output}: intervals are Wilson's, without ties")
-
-
-def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: int, seed: int, output: Path
-           ) -> tuple[list[Comparison], tuple[str, str]]:
-    """Pairs and the names of their sides."""
-    if not loras and prompts is None:
-        from flowgrpo.tools.vote import sources
-
-        return sources.pairs(places)
-    if len(places) != 1:
-        raise UserError(f"{'--lora' if loras else '--prompts'}: goes with one run or model, got {len(places)} paths")
-    from flowgrpo.tools.vote import drawn
-
-    return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-images"))
 
 
 @compare_app.command("methods", short_help="Compare methods on a packaged model from the same budget.")
@@ -102,7 +92,7 @@ def bench(
     from flowgrpo.tools.bench.bench import run
     from flowgrpo.tools.bench.plan import Request
 
-    of = models.model(model)
+    of = models.MODELS[model]
     given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
     run(Request(given, model, reference or of.reference, evaluations or of.evaluations, seeds, points, prompts, swept,
                 output, trusted), jobs)

@@ -39,17 +39,13 @@ def evolve(
 
     kind = build.kind(config)
     options.require_init(Setup(config, kind, resolve(config, build.process(kind))))
-
     policy, value = _value(config)
-    lines = evolve.evolve(policy.weights, value, evolve.Settings(generations, population, spread, config.seed),
-                             typer.echo)
+    lines = evolve.evolve(policy.weights, value, typer.echo, generations, population, spread, config.seed)
     typer.echo(evolve.write(policy.weights, output, lines))
 
 
 def _value(config: Any) -> tuple[Any, Any]:
     """Policy of a configuration, and the mean weighted reward of its samples in a generation."""
-    import torch
-
     from flowgrpo import rewards
     from flowgrpo.data import sets
     from flowgrpo.device import pick_device
@@ -62,7 +58,7 @@ def _value(config: Any) -> tuple[Any, Any]:
     config, _ = resolve_precision(config, device)
     functions = pairwise.held_out_rewards(rewards.compose(config.trained, config.cache), {})
     prompts = sets.resolve(config)[0]
-    policy: Any = build.make_policy(config, torch.device(device), build.load(config))
+    policy: Any = build.make_policy(config, device)
     rewards.require_modality(functions, policy.modality)
 
     def value(generation: int) -> float:
@@ -102,7 +98,7 @@ def learn_experience(
     def ask(question: str) -> str:
         return endpoint.ask(lambda _: user([{"type": "text", "text": question}]), 1)[0].text
 
-    experience.learn(library, batches, sample, ask, experience.Settings(epochs, edits), typer.echo)
+    experience.learn(library, batches, sample, ask, epochs, edits, typer.echo)
     atomic.write_text(output, library.text() + "\n")
     typer.echo(f"{output}: {len(library.entries)} lessons")
 

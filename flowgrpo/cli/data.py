@@ -58,6 +58,7 @@ def data(
                         f"--likelihood, got {' and '.join(known) or 'none'}")
     from flowgrpo.data import selection
     from flowgrpo.data import sets as known_sets
+    from flowgrpo.data.prompts import to_jsonl
 
     names, weights = _parse_weights(sets)
     pools: list[list[Any]] = []
@@ -75,8 +76,12 @@ def data(
         if keep:
             ranked = selection.rank([prompt for pool in pools for prompt in pool], found, by)
             pools = _split_by_set(ranked[:keep], pools)
-    _write(output, pools, weights, count, seed)
-
+    left = [(pool, weight) for pool, weight in zip(pools, weights) if pool and weight > 0]
+    if not left:
+        raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
+    prompts = selection.mix([pool for pool, _ in left], [weight for _, weight in left], count, seed)
+    atomic.write_text(output, to_jsonl(prompts))
+    typer.echo(f"{output}: {quantity(len(prompts), 'prompt')}")
 
 
 def _parse_weights(sets: Sequence[str]) -> tuple[list[str], list[float]]:
@@ -127,7 +132,17 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     if rates is not None:
         return recorded.load(rates, names, reward)
     if likelihood is not None:
-        return recorded.likelihoods(_language_model(likelihood), prompts)
+        from flowgrpo.config import parse
+        from flowgrpo.device import pick_device
+        from flowgrpo.policies import build
+        from flowgrpo.policies.policy import resolve_precision
+
+        config = parse.load(None, {"model": likelihood, "method": "grpo"})
+        if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
+            raise UserError(f"--likelihood: got {likelihood}, expected a causal language model")
+        device = pick_device(config.device)
+        config, _ = resolve_precision(config, device)
+        return recorded.likelihoods(build.make_policy(config, device), prompts)
     if reward is None:
         raise UserError("--measure: needs --reward, the reward that gives the rate")
     from flowgrpo.data.prompts import to_jsonl
@@ -139,37 +154,6 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
         atomic.write_text(file, to_jsonl(prompts))
         evaluate(str(measure), str(file), parse_rewards(reward), folder / "samples", samples=samples)
     return recorded.load(folder / "samples", [str(file)])
-
-
-def _language_model(model: str) -> Any:
-    """Causal language model as a policy."""
-    import torch
-
-    from flowgrpo.config import parse
-    from flowgrpo.device import pick_device
-    from flowgrpo.policies import build
-    from flowgrpo.policies.policy import resolve_precision
-
-    config = parse.load(None, {"model": model, "method": "grpo"})
-    if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
-        raise UserError(f"--likelihood: got {model}, expected a causal language model")
-    device = pick_device(config.device)
-    config, _ = resolve_precision(config, device)
-    return build.make_policy(config, torch.device(device), build.load(config))
-
-
-def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float], count: int | None, seed: int
-           ) -> None:
-    """Write the mixture of the sets. Raises UserError if no prompt is left."""
-    from flowgrpo.data.prompts import to_jsonl
-    from flowgrpo.data.selection import mix
-
-    left = [(pool, weight) for pool, weight in zip(pools, weights) if pool and weight > 0]
-    if not left:
-        raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
-    prompts = mix([pool for pool, _ in left], [weight for _, weight in left], count, seed)
-    atomic.write_text(output, to_jsonl(prompts))
-    typer.echo(f"{output}: {quantity(len(prompts), 'prompt')}")
 
 
 @prompts_app.command("encode", short_help="Encode a recipe's prompts ahead of its run.",
@@ -188,7 +172,16 @@ def encode(
 
     Loads only text encoders and tokenizers. A run with this `cache` then loads no text encoder.
     """
+    import torch
+
     from flowgrpo.config import parse
+    from flowgrpo.data import pairs
+    from flowgrpo.data import sets as known_sets
+    from flowgrpo.device import describe, pick_device
+    from flowgrpo.log import bar
+    from flowgrpo.policies import build
+    from flowgrpo.policies.pipelines import encoded_prompts
+    from flowgrpo.policies.policy import resolve_precision
 
     named, options = recipe_and_options(arguments or [], others=("recipe", "trust"))
     if recipe is not None and named is not None:
@@ -196,31 +189,16 @@ def encode(
     chosen = {key: value for key, value in dict(cache=cache, device=device, precision=precision).items()
               if value is not None}
     settings = parse.load(recipe or named, options | chosen, trusted)
-    _encode(settings)
-
-
-def _encode(settings: Any) -> None:
-    """Fill the cache of a configuration and print what it holds."""
-    import torch
-
-    from flowgrpo.data import pairs, sets
-    from flowgrpo.device import describe, pick_device
-    from flowgrpo.log import bar
-    from flowgrpo.policies import build
-    from flowgrpo.policies.pipelines import encoded_prompts
-    from flowgrpo.policies.policy import resolve_precision
-    from flowgrpo.storage import paths
-
     if build.kind(settings) != build.PIPELINE:
         raise UserError(f"encode: got the language model {settings.model}, expected a pipeline")
     encoded_prompts.require(settings)
-    sets.require_suited(settings)
-    sides = pairs.in_place(settings, sets.resolve(settings))
+    known_sets.require_suited(settings)
+    sides = pairs.in_place(settings, known_sets.resolve(settings))
     paths.require_folder(settings.cache)
-    device = torch.device(pick_device(settings.device))
-    settings, said = resolve_precision(settings, device)
-    typer.echo(f"device: {describe(device)}\nprecision: {said}")
-    filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
+    at = torch.device(pick_device(settings.device))
+    settings, said = resolve_precision(settings, at)
+    typer.echo(f"device: {describe(at)}\nprecision: {said}")
+    filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], at,
                                   lambda rows: bar(rows, title="encoding", unit="prompt"))
     typer.echo(f"{filled.folder}: {filled.prompts:,} {inflect(filled.prompts, 'prompt')} ({len(sides[0]):,} to train "
                f"on, {len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

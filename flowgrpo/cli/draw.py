@@ -9,26 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flowgrpo import trust
-from flowgrpo.cli.options import (
-    BEST_OF,
-    BY,
-    ENHANCER,
-    EPOCH,
-    GENERATES,
-    LORA,
-    PRECISION,
-    RLG,
-    RUN,
-    TRUST,
-    Precision,
-    best_by,
-    local,
-    local_lora,
-    local_source,
-    one_weight,
-    opening,
-    page_of,
-)
+from flowgrpo.cli import options
 from flowgrpo.cli.root import LOOK, app, compare_app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
@@ -53,36 +34,36 @@ def sample(
                                                  "`flowgrpo list prompts` lists, in place of --prompt; the folder gets "
                                                  "a prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
-    lora: Annotated[str | None, typer.Option(help=LORA)] = None,
+    lora: Annotated[str | None, typer.Option(help=options.LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale, as for --steps.")] = None,
-    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=options.RLG)] = None,
     output: Annotated[Path, typer.Option(help="A folder; of one sample also a .png, .webp or .mp4.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help=TEMPERATURE)] = None,
     image: Annotated[Path | None, typer.Option(help=IMAGE)] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH)] = None,
     key: Annotated[str | None, typer.Option(metavar="NAME", help=KEY)] = None,
-    precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
-    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
-    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
-    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
-    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=GENERATES)] = None,
-    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
+    precision: Annotated[options.Precision | None, typer.Option(help=options.PRECISION)] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help=options.EPOCH)] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=options.BEST_OF)] = 1,
+    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=options.BY)] = "",
+    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=options.ENHANCER)] = None,
+    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=options.GENERATES)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=options.TRUST)] = False,
 ) -> None:
     """Generate images, or completions, with a model, with or without a LoRA."""
-    scorer = best_by(by)
-    opening(context, trust_run, scorer)
-    weight = one_weight(rlg)
+    scorer = options.best_by(by)
+    options.opening(context, trust_run, scorer)
+    weight = options.one_weight(rlg)
     _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
     from flowgrpo.policies import checkpoints
 
-    model, weights = checkpoints.source(local_source(model), local_lora(lora), epoch)
+    model, weights = checkpoints.source(options.local_source(model), options.local_lora(lora), epoch)
     if weight is not None and weights is None:
         raise UserError("--rlg: weights the change that a LoRA makes: give --lora")
-    rewriter = enhancer and local_source(enhancer)
+    rewriter = enhancer and options.local_source(enhancer)
     drawn: dict[str, Any] = {"count": count, "seed": seed, "precision": precision, "best_of": best_of, "by": scorer}
     if prompts is not None:
         from flowgrpo.evaluation import images
@@ -110,19 +91,14 @@ def sample(
     elif generates is not None:
         raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     else:
-        _paint(model, weights, rewriter, drawn | {
-            "prompts": prompt, "steps": steps, "guidance": guidance, "output": output, "rlg": weight, "image": image})
+        from flowgrpo.evaluation import images
+        from flowgrpo.evaluation.samplers import make_enhancer
 
-
-def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
-    """Draw images and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
-    from flowgrpo.evaluation import images
-    from flowgrpo.evaluation.samplers import make_enhancer
-
-    writer = make_enhancer(rewriter, drawn["seed"])
-    _print(images.sample(model, weights, enhancer=writer, **drawn))
-    for text, written in writer.known.items() if writer else ():
-        typer.echo(f"{text} -> {written}", err=True)
+        writer = make_enhancer(rewriter, seed)
+        _print(images.sample(model, weights, prompts=prompt, steps=steps, guidance=guidance, output=output, rlg=weight,
+                             image=image, enhancer=writer, **drawn))
+        for text, written in writer.known.items() if writer else ():
+            typer.echo(f"{text} -> {written}", err=True)
 
 
 def _print(lines: Sequence[object]) -> None:
@@ -167,7 +143,7 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 @compare_app.command("grid", short_help="Show the base and a run on the same prompts and seeds.")
 def grid(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help=options.RUN)],
     prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="Prompts of a file or a set; without: the "
                                                  "run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
@@ -175,29 +151,29 @@ def grid(
     columns: Annotated[ColumnKind | None, typer.Option(help="Setting that differs between columns; without: base and "
                                                             "tuned.")] = None,
     values: Annotated[str, typer.Option(metavar="A,B", help="Values of --columns: epochs, run folders, numbers.")] = "",
-    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=options.RLG)] = None,
     output: Annotated[Path | None, typer.Option(help="The PNG file, for completions the .md; without: grid.png in the "
                                                "run's folder.")] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
-    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
+    epoch: Annotated[int | None, typer.Option(min=0, help=options.EPOCH)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=options.TRUST)] = False,
 ) -> None:
     """Compare before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
     several columns as PNG and HTML, for completions as Markdown and HTML."""
-    opening(context, trust_run)
-    given_run, run = run, places.weights_of(local(run), epoch)
+    options.opening(context, trust_run)
+    given_run, run = run, places.weights_of(options.local(run), epoch)
     if output is not None and output.suffix.lower() not in ("", ".png", ".md", ".html"):
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md")
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md; the HTML page "
                         "of --columns is written beside it")
-    weight = one_weight(rlg)
+    weight = options.one_weight(rlg)
     if columns is None:
         if values:
             raise UserError("--values: are the values of --columns: give --columns too")
         from flowgrpo.evaluation import images
         from flowgrpo.text import evaluation as texts
 
-        output = output or page_of(given_run, run, "grid.png")
+        output = output or options.page_of(given_run, run, "grid.png")
         typer.echo(texts.grid(run, prompts, count, seed, output) if _writes("", run, weight) else
                    images.grid(run, prompts, count, seed, output, weight))
         return
@@ -205,6 +181,6 @@ def grid(
         raise UserError("--rlg: does not go with --columns: for a column per weight, use --columns rlg --values 0,1,2")
     from flowgrpo.evaluation import columns as pages
 
-    given = [local_source(value.strip()) for value in values.split(",") if value.strip()]
-    page = output or page_of(given_run, run, f"grid-{columns}.png")
+    given = [options.local_source(value.strip()) for value in values.split(",") if value.strip()]
+    page = output or options.page_of(given_run, run, f"grid-{columns}.png")
     _print(pages.columns(run, columns, given, prompts, count, seed, page))

@@ -17,7 +17,6 @@ from flowgrpo.errors import UserError
 if TYPE_CHECKING:
     from flowgrpo.config import Config
     from flowgrpo.gpus import GPU
-    from flowgrpo.tools.dry_run.estimate import Estimate
 
 
 def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
@@ -56,8 +55,11 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
 
 
 def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
-    """Report of a recipe by dry runs, whose phases are shown on stderr."""
+    """Report of a recipe by dry runs, whose phases are shown on stderr: memory in GiB, FLOPs in 10^12, for one process
+    and an epoch."""
+    from flowgrpo.gpus import CONTEXT
     from flowgrpo.tools.dry_run import fit
+    from flowgrpo.tools.dry_run.estimate import gib
 
     with _show_phases(name):
         config = fit.settle(config, gpu, processes)
@@ -66,12 +68,26 @@ def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, A
             config, gpu, counts, processes)
         taste = _of_taste(config, name, gpu, processes)
     counts, better = (each.correct(name, config.model) for each in (counts, better))
-    return _report(config.model, name, gpu, counts, settings, better) | {
-        "processes": processes,
-        "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
-        **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _feature_keys()},
-        "taste": taste, "epochs": config.train.epochs,
-        "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
+    phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
+                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.phase_seconds(key), 1),
+                    "tbyte": round(phase.traffic / 1e12, 2),
+                    "gpu_seconds": round(phase.seconds, 1), "host_seconds": round(phase.host, 1),
+                    "share": round(counts.phase_seconds(key) / counts.seconds, 3), "kernels": phase.kernels,
+                    "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
+    fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
+            "enough": not better.above(gpu.room)}
+    return {"model": config.model, "gpu": name.upper(), "measured": False, "basis": counts.basis,
+            "stored": counts.stored, "phases": phases,
+            "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
+            "away": f" but {' and '.join(sorted(counts.away))}" * bool(counts.away),
+            "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
+            "first_epoch": round(counts.first, 1),
+            "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits,
+            "above": counts.above(gpu.room), "nearest": fits if settings else None, "processes": processes,
+            "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
+            **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _feature_keys()},
+            "taste": taste, "epochs": config.train.epochs,
+            "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
 
 
 def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, float] | None:
@@ -122,30 +138,6 @@ def _show_phases(gpu: str) -> Iterator[None]:
         LOG.setLevel(before)
         if shown is not None:
             shown.close()
-
-
-def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[str, Any], better: Estimate
-            ) -> dict[str, Any]:
-    """Report: memory in GiB, FLOPs in 10^12, for one process and an epoch."""
-    from flowgrpo.gpus import CONTEXT
-    from flowgrpo.tools.dry_run.estimate import gib
-
-    phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
-                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.phase_seconds(key), 1),
-                    "tbyte": round(phase.traffic / 1e12, 2),
-                    "gpu_seconds": round(phase.seconds, 1), "host_seconds": round(phase.host, 1),
-                    "share": round(counts.phase_seconds(key) / counts.seconds, 3), "kernels": phase.kernels,
-                    "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
-    fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
-            "enough": not better.above(gpu.room)}
-    return {"model": model, "gpu": name.upper(), "measured": False, "basis": counts.basis, "stored": counts.stored,
-            "phases": phases,
-            "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
-            "away": f" but {' and '.join(sorted(counts.away))}" * bool(counts.away),
-            "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
-            "first_epoch": round(counts.first, 1),
-            "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits,
-            "above": counts.above(gpu.room), "nearest": fits if settings else None}
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -9,24 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from flowgrpo import trust
-from flowgrpo.cli.options import (
-    BEST_OF,
-    BY,
-    ENHANCER,
-    EPOCH,
-    GENERATES,
-    LORA,
-    PRECISION,
-    RLG,
-    TRUST,
-    Precision,
-    best_by,
-    local_lora,
-    local_source,
-    opening,
-    parse_rewards,
-    weights_of,
-)
+from flowgrpo.cli import options
 from flowgrpo.cli.root import LOOK, app
 from flowgrpo.errors import UserError
 
@@ -54,7 +37,7 @@ def evaluate(
                                                 "continues.")] = None,
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
-    lora: Annotated[str | None, typer.Option(help=LORA)] = None,
+    lora: Annotated[str | None, typer.Option(help=options.LORA)] = None,
     base: Annotated[bool, typer.Option("--base", help="Sample the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Images or completions per prompt; several: also pass@k.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
@@ -64,21 +47,21 @@ def evaluate(
                                                "inception, or path/to/file.py:function.")] = "pixels",
     distance: Annotated[str, typer.Option(metavar="fid,kid", help="FID, KID or both, of the tuned images to the "
                                           "base's, in --features; needs --base.")] = "",
-    rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "
-                                            "the rewards over them.")] = None,
+    rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{options.RLG} Several: each is scored, and rlg.png "
+                                            "shows the rewards over them.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per call of the model; several give the same to "
                                               "rounding, sooner. Without: 1 image, 8 completions.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Temperature of a language model. Without: the "
                                                       "run's, and 1 for several samples where that is 0.")] = None,
     max_tokens: Annotated[int | None, typer.Option(
         min=1, help="Tokens of a completion; without: the run's, or 256.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
-    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
-    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
-    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
-    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=GENERATES)] = None,
-    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
+    precision: Annotated[options.Precision | None, typer.Option(help=options.PRECISION)] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help=options.EPOCH)] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=options.BEST_OF)] = 1,
+    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=options.BY)] = "",
+    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=options.ENHANCER)] = None,
+    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=options.GENERATES)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=options.TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     if on:
@@ -86,20 +69,20 @@ def evaluate(
     if not suite:
         raise UserError("expected --suite, a set of prompts, or --on, a distilled sibling of a run's model")
     _require_read(context, "--suite", ("on_lora", "on_steps", "on_guidance", "weights"))
-    branches = weights_of(rlg)
+    branches = options.weights_of(rlg)
     if base and len(branches) > 1:
         raise UserError("--base: several weights of --rlg are compared side by side; leave it out: 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
 
     output = output or folder_of(source, suite)
-    named, scorer = parse_rewards(rewards), best_by(by)
-    opening(context, trust_run, named, features, scorer)
+    named, scorer = options.parse_rewards(rewards), options.best_by(by)
+    options.opening(context, trust_run, named, features, scorer)
     try:
         results = evaluation.evaluate(
-            local_source(source), suite, named, output, lora=local_lora(lora), base=base, samples=samples, steps=steps,
-            guidance=guidance, seed=seed, features=features, rlg=branches, batch=batch, temperature=temperature,
-            max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer, generates=generates,
-            enhancer=enhancer and local_source(enhancer),
+            options.local_source(source), suite, named, output, lora=options.local_lora(lora), base=base,
+            samples=samples, steps=steps, guidance=guidance, seed=seed, features=features, rlg=branches, batch=batch,
+            temperature=temperature, max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of,
+            by=scorer, generates=generates, enhancer=enhancer and options.local_source(enhancer),
             distance=[name.strip() for name in distance.split(",")] if distance else [])
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command continues with what is in {output}", err=True)
@@ -117,7 +100,7 @@ def _on_sibling(context: typer.Context, source: str, model: str) -> None:
     given = context.params
     _require_read(context, "--on", tuple(name for name in given if not name.startswith("on") and name not in (
         "source", "weights", "precision", "trust_run")))
-    weights = weights_of(given["weights"], "--weights")
+    weights = options.weights_of(given["weights"], "--weights")
     if not weights or 0 in weights or len({*weights}) < len(weights):
         raise UserError(f"--weights: got {given['weights']!r}, expected different numbers above 0; the plain sibling "
                         "is always measured")
@@ -125,9 +108,9 @@ def _on_sibling(context: typer.Context, source: str, model: str) -> None:
     from flowgrpo.evaluation.statistics import show
     from flowgrpo.log import plain_console
 
-    opening(context, given["trust_run"])
-    path, found = siblings.evaluate(local_source(source), model, local_lora(given["on_lora"]), given["on_steps"],
-                                    given["on_guidance"], weights, given["precision"])
+    options.opening(context, given["trust_run"])
+    path, found = siblings.evaluate(options.local_source(source), model, options.local_lora(given["on_lora"]),
+                                    given["on_steps"], given["on_guidance"], weights, given["precision"])
     lines = kept.table(found)
     show(plain_console(), kept.sentence(found), f"{found['prompts']} held-out prompts, 95 % intervals; of the "
          "looks: of the sibling's", lines[0], lines[1:])

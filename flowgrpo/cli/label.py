@@ -64,12 +64,13 @@ def label(
     folders = [Path(place) for place in places] if prompts is None else [_sample(
         places[0], prompts, output, rules, dict(lora=local_lora(lora), count=count, seed=seed, batch=batch,
                                                 precision=precision, key=key, temperature=temperature))]
-    result = labels.label(judged.groups(folders, key), rules, output, labels.Choice(every, least, tie))
-    for name, (number, said) in result.failed.items():
+    groups = judged.groups(folders, key)
+    pairs, without, failed = labels.label(groups, rules, output, labels.Choice(every, least, tie))
+    for name, (number, said) in failed.items():
         typer.echo(f"left out: {quantity(number, 'sample')} that {name!r} failed on, which the same command scores "
                    f"again; the last: {said}", err=True)
-    typer.echo(f"{output}: {quantity(result.pairs, 'pair')} of {quantity(result.prompts, 'prompt')}, {result.without} "
-               "of which have none")
+    typer.echo(f"{output}: {quantity(pairs, 'pair')} of {quantity(len(groups), 'prompt')}, {without} of which have "
+               "none")
 
 
 def rules_of(text: str) -> dict[str, RewardRule]:

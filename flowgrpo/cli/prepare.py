@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +37,9 @@ def prepare(
 ) -> None:
     """List what a recipe needs: extras, weights of the model and of the rewards, with sizes and licences. Then install
     and download what is missing. The same command continues after a stop."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     from flowgrpo.config import parse
     from flowgrpo.tools.check import needs
 
@@ -68,8 +71,10 @@ def prepare(
         typer.confirm("install and download what is missing?", default=True, abort=True)
     install([need.name for need in missing if need.what == "extra"])
     repositories = [need for need in needs.needs(config, size) if need.what != "extra" and not need.here]
-    with _progress(sum(file.size for need in repositories for file in need.missing)) as advance:
-        needs.fetch(repositories, advance)
+    with Progress("downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+                  console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=sum(file.size for need in repositories for file in need.missing))
+        needs.fetch(repositories, partial(bar.advance, task))
     files = sum(len(need.missing) for need in repositories)
     typer.echo(f"downloaded and verified {quantity(files, 'file')}: {command}")
 
@@ -131,21 +136,6 @@ def install(extras: Sequence[str]) -> None:
 
 def requirements(extras: Sequence[str]) -> list[str]:
     """Requirements of extras, as flowgrpo's metadata states them."""
-    found = []
-    for line in importlib.metadata.requires("flowgrpo") or []:
-        requirement, _, marker = line.partition(";")
-        if (named := re.search(r"extra == ['\"]([\w.-]+)['\"]", marker)) and named[1] in extras:
-            found.append(requirement.strip())
-    return sorted(set(found))
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Context manager: a function that adds bytes to a progress bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    with Progress("downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-                  console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
+    lines = importlib.metadata.requires("flowgrpo") or []
+    return sorted({line.partition(";")[0].strip() for line in lines for extra in extras
+                   if re.search(rf""";.*extra == ['"]{re.escape(extra)}['"]""", line)})

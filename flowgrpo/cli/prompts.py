@@ -27,18 +27,32 @@ def prompts(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the prompt sets that --prompts and --suite take by name, or preview one."""
-    from flowgrpo.data.sets import SETS
+    from flowgrpo.data import sets
+    from flowgrpo.data.hub import is_dataset
+    from flowgrpo.data.prompts import as_line
 
     if name is None:
         heads = ["name", "kind", "role", "where", "licence", "about"]
         rows = [[known, one.kind, one.role, "packaged" if one.is_packaged else "hub", one.licence, one.about]
-                for known, one in SETS.items()]
+                for known, one in sets.SETS.items()]
         if as_json:
             typer.echo(json.dumps([dict(zip(heads, row)) for row in rows], indent=2))
         else:
             print_table(heads, rows)
         return
-    facts, shown = _preview(name, count)
+    given = sets.SETS.get(name)
+    if given is None and not is_dataset(name) and not Path(name).suffix:
+        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo list prompts` "
+                        "lists them")
+    train = sets.load(given.train if given else name)
+    facts: dict[str, Any] = {"training": len(train)}
+    if given:
+        held_out = len(sets.load(given.held_out)) if given.held_out else "a share of them (held_out)"
+        facts |= {"role": given.role, "held out": held_out, "licence": given.licence, "source": given.source,
+                  "rewards": ", ".join(given.rewards) or "any"}
+    # Some training prompts, spread evenly over the set.
+    count = min(count, len(train))
+    shown = [as_line(train[(2 * place + 1) * len(train) // (2 * count)]) for place in range(count)]
     if as_json:
         typer.echo(json.dumps(facts | {"prompts": shown}, indent=2, ensure_ascii=False))
         return
@@ -46,26 +60,6 @@ def prompts(
         typer.echo(f"{key.replace('_', ' '):<10}  {value}")
     for line in shown:
         typer.echo(json.dumps(line, ensure_ascii=False))
-
-
-def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Facts of a set, and some of its training prompts, spread evenly over it."""
-    from flowgrpo.data import sets
-    from flowgrpo.data.hub import is_dataset
-    from flowgrpo.data.prompts import as_line
-
-    one = sets.SETS.get(name)
-    if one is None and not is_dataset(name) and not Path(name).suffix:
-        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo list prompts` "
-                        "lists them")
-    train = sets.load(one.train if one else name)
-    facts: dict[str, Any] = {"training": len(train)}
-    if one:
-        held_out = len(sets.load(one.held_out)) if one.held_out else "a share of them (held_out)"
-        facts |= {"role": one.role, "held out": held_out,
-                  "licence": one.licence, "source": one.source, "rewards": ", ".join(one.rewards) or "any"}
-    shown = min(count, len(train))
-    return facts, [as_line(train[(2 * place + 1) * len(train) // (2 * shown)]) for place in range(shown)]
 
 
 @prompts_app.command("write", short_help="Write prompts from templates, or by a language model.")

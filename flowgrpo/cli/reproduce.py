@@ -24,8 +24,8 @@ class Result:
     """Published result: the base's and the tuned model's mean of a reward on a suite.
 
     seconds, peak: an epoch's, and GiB of each GPU, computed for PROCESSES of GPU by `flowgrpo check`.
-    base, tuned: None where the paper has no number of this run. source: where they are, and on which prompts if not on
-    the suite. recipe: without: papers/PAPER_RESULT.
+    source: where the paper has base and tuned, and on which prompts if not on the suite. recipe: without:
+    papers/PAPER_RESULT.
     """
 
     suite: str
@@ -34,8 +34,8 @@ class Result:
     epochs: int
     seconds: float
     peak: float
-    base: float | None = None
-    tuned: float | None = None
+    base: float
+    tuned: float
     recipe: str | None = None
 
     @property
@@ -131,8 +131,7 @@ def show(name: str, result: Result, found: dict[str, Any]) -> None:
     for arm, published in (("base", result.base), ("tuned", result.tuned)):
         ours = found["category_means"][arm][result.reward] if result.suite == "geneval" else \
             found["arms"][arm][result.reward][ALL]
-        rows.append([arm, "-" if published is None else f"{published:g}", f"{ours['mean']:.4g}",
-                     f"{ours['low']:.4g} to {ours['high']:.4g}"])
+        rows.append([arm, f"{published:g}", f"{ours['mean']:.4g}", f"{ours['low']:.4g} to {ours['high']:.4g}"])
     print_table([f"{result.reward} on {result.suite}", "paper", "ours", "95 % interval"], rows)
     typer.echo(f"{name}: {result.source}; {found['suite']['prompts']:,} prompts")
 

@@ -60,8 +60,10 @@ def facts_of(name: str) -> tuple[About, str, str | None]:
 
 def range_of(reward: dict[str, Any]) -> str:
     """Its lowest and highest score, such as "0 to inf"; empty where it states none."""
-    return "" if reward["range"] is None else \
-        f"{_format_bound(reward['range'][0], '-')} to {_format_bound(reward['range'][1])}"
+    if reward["range"] is None:
+        return ""
+    low, high = reward["range"]
+    return f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
 
 
 def cells(reward: dict[str, Any]) -> list[str]:
@@ -71,10 +73,6 @@ def cells(reward: dict[str, Any]) -> list[str]:
     licence = (reward["licence"] or "").removeprefix("Apache-2.0").removeprefix(", ")
     facts = [reward["modality"], range_of(reward), needs, licence]
     return [reward["name"], reward["does"], "broken" if reward["broken"] else ", ".join(filter(None, facts)) or "?"]
-
-
-def _format_bound(value: float | None, sign: str = "") -> str:
-    return f"{sign}inf" if value is None else f"{value:g}"
 
 
 def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], prompts: Sequence[Prompt]

@@ -168,7 +168,7 @@ def train_text_reward(
     labelled = load_labelled(texts)
     from flowgrpo.tools.learned_rewards import text_training as training
 
-    results = training.train(labelled, output, training.Settings(encoder, penalty, held_out, degrade, seed))
+    results = training.train(labelled, output, encoder, penalty, held_out, degrade, seed)
     print_table(["category", "aspect", "measure", "value", "held-out completions"],
                 [[category or "-", aspect, measure, f"{value:.3f}", str(count)]
                  for category, aspect, measure, value, count in results])

@@ -21,6 +21,11 @@ UNTRAINED = 3  # exit code of a run that went through its epochs and trained not
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
 
 
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint (=auto: begin if there "
+                                      "is none).")]
+ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
+
+
 class Resuming(TyperCommand):
     """Command whose flag --resume also takes a value, =auto. A flag of click takes none, and an option that may take
     one would take the recipe behind it."""
@@ -50,9 +55,8 @@ def train(
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint (=auto: begin if "
-                                         "there is none).")] = False,
-    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
+    resume: Resume = False,
+    resume_auto: ResumeAuto = False,
     trusted: Trusted = False,
 ) -> int:
     """Train a model on a reward. Settings come from a YAML recipe and --KEY=VALUE."""
@@ -72,9 +76,8 @@ def train(
 def demo(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
                          "the configuration, such as --output=FOLDER.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint (=auto: begin if "
-                                         "there is none).")] = False,
-    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
+    resume: Resume = False,
+    resume_auto: ResumeAuto = False,
 ) -> int:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""
     from flowgrpo.config import parse, recipes

@@ -51,7 +51,7 @@ def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
     """Read a .jsonl file of pairs, of texts or of paths of images. Raises UserError with file and line of a mistake."""
     path = Path(path)
     pairs = []
-    for place, record in _records(path, "pairs", ("prompt", "chosen", "rejected", "aspects", "margins"),
+    for place, record in records(path, "pairs", ("prompt", "chosen", "rejected", "aspects", "margins"),
                                   "prompt, chosen and rejected"):
         prompt = _text(record.get("prompt"), "prompt", place)
         chosen, rejected = (_text(record.get(key), key, place, blank=True) if text else
@@ -72,7 +72,7 @@ def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
     return pairs
 
 
-def _records(path: Path, what: str, keys: Sequence[str], needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(path: Path, what: str, keys: Sequence[str], needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a .jsonl file, each with its place, which begins errors. needed: keys, in words."""
     require_ending(path, (".jsonl",), what)
     for number, row in enumerate(text_of(path, LARGEST, what).split("\n"), 1):
@@ -179,7 +179,7 @@ def load_demonstrations(path: str | Path) -> list[Demonstration]:
     """Read a .jsonl file of demonstrations. Raises UserError with the file and the line of a mistake."""
     path = Path(path)
     demonstrations = []
-    for place, record in _records(path, "demonstrations", ("prompt", "image", "text", "reward", "source"),
+    for place, record in records(path, "demonstrations", ("prompt", "image", "text", "reward", "source"),
                                   "prompt and image or text"):
         if ("image" in record) == ("text" in record):
             raise UserError(f"{place}: expected either 'image' or 'text'")

@@ -118,24 +118,15 @@ class SeparableCMA:
         self.step *= math.exp(self.step_rate / self.damping * (norm / self.length - 1))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of an evolution. spread: the first standard deviation, in mean singular values of a layer."""
-
-    generations: int = 50
-    population: int = 8
-    spread: float = 0.1
-    seed: int = 0
-
-
-def evolve(weights: TrainableWeights, value: Callable[[int], float], settings: Settings,
-           log: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def evolve(weights: TrainableWeights, value: Callable[[int], float], log: Callable[[str], None], generations: int,
+           population: int, spread: float, seed: int = 0) -> list[dict[str, Any]]:
     """Search the singular values for a large value, and leave the search's mean in place; return a line per generation.
-    value: of the weights that are in place, in a generation. A value that is NaN counts as the least."""
+    value: of the weights that are in place, in a generation. A value that is NaN counts as the least. spread: the first
+    standard deviation, in mean singular values of a layer."""
     space = SingularValues(weights)
-    search = SeparableCMA(np.zeros(len(space.first)), settings.spread, settings.population, settings.seed)
+    search = SeparableCMA(np.zeros(len(space.first)), spread, population, seed)
     lines = []
-    for generation in range(settings.generations):
+    for generation in range(generations):
         values = []
         for point in search.points():
             space.place(point)
@@ -145,7 +136,7 @@ def evolve(weights: TrainableWeights, value: Callable[[int], float], settings: S
         known = [reached for reached in values if reached > -math.inf]
         lines.append({"generation": generation, "mean": sum(known) / max(len(known), 1), "best": max(values),
                       "step": search.step})
-        log(f"generation {generation + 1}/{settings.generations}: mean {lines[-1]['mean']:.4f}, best "
+        log(f"generation {generation + 1}/{generations}: mean {lines[-1]['mean']:.4f}, best "
             f"{max(values):.4f}")
     space.place(search.mean)
     return lines

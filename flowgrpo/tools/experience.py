@@ -68,23 +68,15 @@ def request(prompt: str, texts: Sequence[str], rewards: Sequence[float], library
     return ASK.format(prompt=prompt, answers=answers, library=library.text() or "(empty)", most=most)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the learning. edits: at most, of one group."""
-
-    epochs: int = 3
-    edits: int = 2
-
-
 def learn(library: Library, batches: Callable[[int], Sequence[str]], sample: Callable[[Sequence[str], int], Sampled],
-          ask: Callable[[str], str], settings: Settings, log: Callable[[str], None] = print) -> list[dict[str, Any]]:
+          ask: Callable[[str], str], epochs: int, most: int, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Edit a library in place, and return a line per epoch.
 
     batches: the prompts of an epoch. sample: their groups in an epoch, of prompts behind the library. ask: the language
-    model. A group whose rewards are equal teaches nothing, and is not compared.
+    model. most: edits by one group. A group whose rewards are equal teaches nothing, and is not compared.
     """
     lines = []
-    for epoch in range(settings.epochs):
+    for epoch in range(epochs):
         prompts, compared, edits = batches(epoch), 0, 0
         groups, rewards = sample([library.before(prompt) for prompt in prompts], epoch)
         for prompt, texts, scores in zip(prompts, groups, rewards):
@@ -92,9 +84,8 @@ def learn(library: Library, batches: Callable[[int], Sequence[str]], sample: Cal
             if len({score for score, _ in known}) < 2:
                 continue
             compared += 1
-            question = request(prompt, [text for _, text in known], [score for score, _ in known], library,
-                               settings.edits)
-            edits += library.edit(ask(question), settings.edits)
+            question = request(prompt, [text for _, text in known], [score for score, _ in known], library, most)
+            edits += library.edit(ask(question), most)
         every = [score for scores in rewards for score in scores if score == score]
         lines.append({"epoch": epoch, "reward": sum(every) / max(len(every), 1), "compared": compared, "edits": edits,
                       "lessons": len(library.entries)})

@@ -214,7 +214,6 @@ class DDPOTrainer(NamedArguments):
         files, folder = sorted(self.folder.glob("*.safetensors")), Path(output_dir)
         if not files:
             raise UserError(f"no trained weights in {self.folder}: call train() first")
-        folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             if self.folder.resolve() != folder.resolve():
                 atomic.write_bytes(folder / file.name, file.read_bytes())
@@ -269,9 +268,8 @@ class Log:
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Add a line to log.jsonl."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | dict(values), default=str) + "\n")
+        atomic.make_folder(self.folder)
+        atomic.append_line(self.folder / "log.jsonl", json.dumps({"step": step} | dict(values), default=str))
 
 
 def _of_ddpo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from flowgrpo.__main__ import main
-from flowgrpo.tools.evolve import SeparableCMA, Settings, SingularValues, evolve, factors
+from flowgrpo.tools.evolve import SeparableCMA, SingularValues, evolve, factors
 from flowgrpo.tools.experience import Library, learn, request
-from flowgrpo.tools.experience import Settings as ExperienceSettings
 from tests.helpers import tiny, tiny_text
 from tests.helpers.chat_endpoint import endpoint, said
 from tests.helpers.refusals import message
@@ -65,7 +64,7 @@ def test_a_reward_without_a_gradient_rises():
     def value(generation: int) -> float:
         size = sum(float(product.square().sum()) for product in products(policy.weights)) ** 0.5
         return -float(round(50 * abs(size - 0.5)))  # a step function
-    lines = evolve(policy.weights, value, Settings(generations=25, population=8, spread=0.3), lambda line: None)
+    lines = evolve(policy.weights, value, lambda line: None, generations=25, population=8, spread=0.3)
     assert lines[-1]["mean"] > lines[0]["mean"] and value(0) >= lines[0]["best"]
     assert all(parameter.grad is None for parameter in policy.weights.parameters())
     assert all(torch.equal(policy.model.state_dict()[key], kept) for key, kept in frozen.items())
@@ -113,7 +112,7 @@ def test_only_groups_whose_rewards_differ_edit_the_library():
         asked.append(question)
         return '[{"add": "be brief"}]'
     library = Library()
-    lines = learn(library, lambda epoch: ["a", "b", "c"], sample, ask, ExperienceSettings(epochs=2), lambda line: None)
+    lines = learn(library, lambda epoch: ["a", "b", "c"], sample, ask, epochs=2, most=2, log=lambda line: None)
     assert [question.count("Request: b") for question in asked] == [1, 1]
     assert seen[0] == ["a", "b", "c"] and seen[1][0] == "Lessons from earlier tasks:\n1. be brief\n\na"
     assert [line["compared"] for line in lines] == [1, 1] and [line["edits"] for line in lines] == [1, 0]

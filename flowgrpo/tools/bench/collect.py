@@ -177,48 +177,51 @@ def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, f
     return best
 
 
-def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:
-    """Results of all finished runs; errors: of failed ones, by label."""
+def write(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:
+    """Write results.json of all finished runs to the bench's folder; return its content. errors: of failed ones, by
+    label."""
     request, of = plan.request, plan.of
     finished: dict[str, dict[str, list[dict[str, Any]]]] = {PUBLISHED: defaultdict(list), TUNED: defaultdict(list)}
-    factors: dict[str, tuple[float, float]] = {}
+    factors: dict[str, dict[str, float]] = {}
     for run in runs:
         if run.column in finished and run.result.is_file():
             finished[run.column][run.entry.label].append(outcome(run, of.measured, list(of.watched)))
             if run.column == TUNED:
-                factors[run.entry.label] = run.lr, run.clip
-    # Accuracies that are shares of the reference's gain over the base: a curve's cost is where it reaches them.
-    present = [entry for entry in plan.entries if entry.label in finished[PUBLISHED]]
-    reference = next((entry.label for entry in present if entry is plan.reference), None)
-    some = [run for made in finished[PUBLISHED].values() for run in made]
+                factors[run.entry.label] = {"lr": run.lr, "clip": run.clip}
+    published, tuned = finished[PUBLISHED], finished[TUNED]
+    reference = plan.reference.label if plan.reference.label in published else None
+    some = [run for made in published.values() for run in made]
     base = mean(run["base"] for run in some) if some else None
-    final = mean(run["accuracy"] for run in finished[PUBLISHED][reference]) if reference else None
-    goals = {share: base + share * (final - base) for share in SHARES} \
-        if base is not None and final is not None and final - base > FEWEST else {}
-    methods = [_method(entry, finished[PUBLISHED][entry.label], goals) for entry in present]
+    # Accuracies that are shares of the reference's gain over the base: a curve's cost is where it reaches them.
+    gain = mean(run["accuracy"] for run in published[reference]) - base if reference and base is not None else 0.0
+    goals = [[share, base + share * gain] for share in SHARES] if base is not None and gain > FEWEST else []
+    methods = [_method(entry, published[entry.label], [goal for _, goal in goals])
+               for entry in plan.entries if entry.label in published]
     moved, best = (compare({label: _scores(each) for label, each in made.items()}, reference)
-                   if reference in made else {} for made in finished.values())
+                   if reference in made else {} for made in (published, tuned))
     # Where methods spent differently, they are compared at the cost that all reached.
     cost = min((float(method["curve"][-1][0]) for method in methods), default=0.0)
+    seconds = next((method["seconds"] for method in methods if method["label"] == reference), 0.0)
     for method in methods:
-        method["at_cost"], method["difference"] = value_at(method["curve"], cost), moved.get(method["label"])
-        if tuned := finished[TUNED].get(method["label"]):
-            lr, clip = factors[method["label"]]
-            method["tuned"] = _accuracy(tuned) | {"lr": lr, "clip": clip, "runs": tuned,
-                                                  "difference": best.get(method["label"])}
-        method["seconds_ratio"] = _ratio(method["seconds"], [other["seconds"] for other in methods
-                                                             if other["label"] == reference])
-    return finite({
-        "model": request.model, "unit": some[0]["unit"] if some else None, "evaluations": request.evaluations,
+        label = method["label"]
+        method["at_cost"], method["difference"] = value_at(method["curve"], cost), moved.get(label)
+        if label in tuned:
+            method["tuned"] = _accuracy(tuned[label]) | factors[label] | {
+                "runs": tuned[label], "difference": best.get(label)}
+        method["seconds_ratio"] = _ratio(method["seconds"], seconds)
+    first = some[0] if some else {"unit": None, "scores": [], "base_tasks": {}}
+    told = finite({
+        "model": request.model, "unit": first["unit"], "evaluations": request.evaluations,
         "budget": "at most" + ", as two measured epochs predict" * bool(plan.unforeseen),
         "cost": cost, "apart": [list(row) for row in models.differences(request.model)],
-        "seeds": request.seeds, "points": request.points, "prompts": {side: len(prompts) for side, prompts in
-                                                                      plan.sides.items()},
-        "measured_prompts": len(some[0]["scores"]) if some else 0, "measured": of.measured,
+        "seeds": request.seeds, "points": request.points,
+        "prompts": {side: len(prompts) for side, prompts in plan.sides.items()},
+        "measured_prompts": len(first["scores"]), "measured": of.measured,
         "trained": models.common_settings(request.model)["reward"], "watched": list(of.watched), "reference": reference,
-        "base": base,
-        "base_tasks": some[0]["base_tasks"] if some else {}, "goals": [[share, goal] for share, goal in goals.items()],
-        "methods": methods, "test": TEST, "errors": errors})
+        "base": base, "base_tasks": first["base_tasks"], "goals": goals, "methods": methods, "test": TEST,
+        "errors": errors})
+    atomic.write_text(request.output / "results.json", json.dumps(told, indent=1) + "\n")
+    return told
 
 
 def _accuracy(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def _scores(runs: list[dict[str, Any]]) -> np.ndarray:
     return np.nan_to_num(np.array([run["scores"] for run in runs], dtype=np.float64))
 
 
-def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float]) -> dict[str, Any]:
+def _method(entry: Entry, runs: list[dict[str, Any]], goals: Sequence[float]) -> dict[str, Any]:
     curve = mean_curve([run["curve"] for run in runs])
     kls, same = ([run[key] for run in runs if run.get(key) is not None] for key in ("kl", "zero_variance"))
     frontiers = [run["frontier"] for run in runs]
@@ -241,11 +244,10 @@ def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float])
             "seeds": len(runs), "software": software([run["machine"] for run in runs]),
             "frontier": mean_path(frontiers, 2), "diversities": mean_path(frontiers, 3),
             "gain": mean(run["accuracy"] - run["base"] for run in runs), "curve": curve,
-            "reached": [first_crossing([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
+            "reached": [first_crossing([(x, value) for x, value, *_ in curve], goal) for goal in goals],
             "tasks": {task: mean(run["tasks"][task] for run in runs) for task in runs[0]["tasks"]},
             "kl": mean(kls) if kls else None, "zero_variance": mean(same) if same else None,
-            "diversity": _ratio(mean(run["diversity"]["tuned"] for run in runs),
-                                [mean(run["diversity"]["base"] for run in runs)]),
+            "diversity": _ratio(*(mean(run["diversity"][side] for run in runs) for side in ("tuned", "base"))),
             "watched": {name: {side: mean(run["watched"][name][side] for run in runs) for side in ("before", "after")}
                         for name in runs[0]["watched"]},
             **{key: mean(run[key] for run in runs) for key in ("epochs", "evaluations", "seconds")}}
@@ -257,12 +259,5 @@ def software(machines: Sequence[Mapping[str, str]]) -> dict[str, str]:
             for key in (*PACKAGES, "commit") if any(key in machine for machine in machines)}
 
 
-def _ratio(value: float, of: list[float]) -> float | None:
-    return value / of[0] if of and of[0] > FEWEST else None
-
-
-def write(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:
-    """Write results.json to the bench's folder; return its content."""
-    told = results(plan, runs, errors)
-    atomic.write_text(plan.request.output / "results.json", json.dumps(told, indent=1) + "\n")
-    return told
+def _ratio(value: float, of: float) -> float | None:
+    return value / of if of > FEWEST else None

@@ -20,7 +20,7 @@ from flowgrpo.config.schema import sections
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line
-from flowgrpo.errors import UserError, nearest
+from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.storage import atomic
@@ -94,13 +94,6 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "texforce": {"adapter.targets": Adapter().targets},  # a LoRA of the text encoder alone reads none
     "sol_rl": {"parts": {"preview": {"pool": 48, "steps": 4}}},
     "expo": SIXTEEN | {"train.lr": 1.0e-3, "train.inner_epochs": 2, "parts": {"edit": {"candidates": 4}}}}
-
-
-def model(name: str) -> BenchModel:
-    """Model of a bench. Raises UserError for another name."""
-    if name not in MODELS:
-        raise UserError(f"--model: got {name!r}{nearest(name, [*MODELS])}")
-    return MODELS[name]
 
 
 @functools.cache
@@ -206,7 +199,6 @@ def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     settings = {key: value for key, value in flat(raw).items() if key not in SHARED and not key.startswith("eval.")}
     settings = {"method": config.method} | settings
     return Entry(path.stem, str(path), settings, settings)
-
 
 
 def _merge(one: Any, other: Any) -> Any:

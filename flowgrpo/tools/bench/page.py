@@ -9,10 +9,9 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, figure_style, save
 from flowgrpo.evaluation.statistics import format_interval
@@ -22,8 +21,8 @@ Point = tuple[float, float, float, float]  # x, mean, lowest, highest
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 210, 40, 10, 10, 26  # of a panel and its margins
 COLUMNS = 5  # panels of a figure beside each other
 LONGEST = 18  # letters of a bar's label
-SECOND = "var(--accent)"
-FIRST = "var(--faint)"
+SECOND, FIRST = "var(--accent)", "var(--faint)"  # colours of a method and of the reference
+BELOW = ' style="margin-top: 14px"'  # a table
 STYLE = """:root {
   --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1; --accent: #1d5fd1; }
 @media (prefers-color-scheme: dark) { :root {
@@ -63,17 +62,7 @@ HEAD = """<!doctype html>
 """
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Curve with a band, in a CSS colour. dots: mark its points, where x may fall from one to the next."""
-
-    points: Sequence[Point]
-    colour: str
-    dots: bool = False
-
-
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Axes of panels that share a scale: the largest x, and the range of y."""
 
     end: float
@@ -103,36 +92,6 @@ def tick(span: float) -> float:
         return 0.1
     power = 10.0 ** math.floor(math.log10(span / 4))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / 4 * 0.999)
-
-
-def panel(curves: Sequence[Curve], axes: Frame, title: str, goal: float | None = None) -> str:
-    """Curves with their bands in axes. title: text for screen readers. goal: dashed line."""
-    parts = [*_axes(axes)]
-    if goal is not None and axes.low <= goal <= axes.high:
-        parts.append(f'<path class="goal" d="M{LEFT} {axes.y(goal):.1f}H{WIDTH - RIGHT}"/>')
-    for curve in curves:
-        upper = [f"{axes.x(x):.1f},{axes.y(high):.1f}" for x, _, _, high in curve.points]
-        lower = [f"{axes.x(x):.1f},{axes.y(low):.1f}" for x, _, low, _ in reversed(curve.points)]
-        line = " ".join(f"{axes.x(x):.1f},{axes.y(mean):.1f}" for x, mean, _, _ in curve.points)
-        parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{curve.colour}" opacity="0.18"/>'
-                     f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="2.2"/>')
-        parts += [f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(mean):.1f}" r="3" fill="{curve.colour}"/>'
-                  for x, mean, *_ in curve.points if curve.dots]
-    return _svg(WIDTH, HEIGHT, title, parts)
-
-
-def _axes(axes: Frame) -> list[str]:
-    step, base = tick(axes.high - axes.low), HEIGHT - BOTTOM
-    digits = max(-math.floor(math.log10(step)), 0)
-    parts = []
-    for number in range(round((axes.high - axes.low) / step) + 1):
-        value = axes.low + number * step
-        parts.append(f'<path class="grid" d="M{LEFT} {axes.y(value):.1f}H{WIDTH - RIGHT}"/>'
-                     f'<text x="{LEFT - 6}" y="{axes.y(value) + 4:.1f}" text-anchor="end">{value:.{digits}f}</text>')
-    for share, anchor in ((0, "start"), (0.5, "middle"), (1, "end")):
-        parts.append(f'<text x="{axes.x(share * axes.end):.1f}" y="{base + 18}" text-anchor="{anchor}">'
-                     f'{count(share * axes.end)}</text>')
-    return parts
 
 
 def count(value: float) -> str:
@@ -216,54 +175,62 @@ def _figure(title: str, caption: str, svg: str) -> str:
 
 # --- curves ----------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Sight:
-    """Panels of one curve of every method. key: of the curve in the results; y: its values in words; x: what they are
-    drawn against, in words, with its unit where a value of it is given."""
-
-    key: str
-    y: str
-    x: str
-    unit: str
-    note: str = ""
-
-
-DISTANCE = "the distance to the base", "of distance"
 ROOT = (" The distance is the square root of the KL to the base per sample, in nats; dots are the measured epochs, "
         "in their order. A curve above and to the left of another gains more for less.")
 WITHIN = " Diversity is the distance between the samples of a prompt, as a share of the base's."
 
 
 def _curves(results: dict[str, Any]) -> list[str]:
-    sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]),
-              Sight("frontier", "Accuracy", *DISTANCE, ROOT),  # where the distance to the base was measured
-              Sight("diversities", "Diversity kept", *DISTANCE, WITHIN)]
-    return [_panels(results, sight) for sight in sights
-            if any(len(method[sight.key]) > 1 for method in results["methods"])]
+    """Sections of a panel per method: its curve over the reference's, in the same axes. Those over the distance to the
+    base, where this was measured, have dots at their points, since x may fall from one to the next."""
+    unit, sections = results["unit"], []
+    for key, y, x, per, note in (("curve", "Accuracy", unit, unit, ""),
+                                 ("frontier", "Accuracy", "the distance to the base", "of distance", ROOT),
+                                 ("diversities", "Diversity kept", "the distance to the base", "of distance", WITHIN)):
+        methods = [method for method in table.rank(results) if len(method[key]) > 1]
+        if not methods:
+            continue
+        axes = frame([method[key] for method in methods])
+        reference = next((method for method in methods if method["label"] == results["reference"]), None)
+        figures = []
+        for method in [method for method in methods if method is not reference] or methods:
+            beside = f", {reference['label']} at {reference[key][-1][1]:.3f}" if reference else ""
+            (_, base, *_), (end, last, *_) = method[key][0], method[key][-1]
+            after = f"{end:,.0f}" if end >= 100 else f"{end:.2g}"
+            told = f"{method['label']}: {y.lower()} from {base:.3f} to {last:.3f} after {after} {per}{beside}"
+            curves = [(reference[key], FIRST)] * bool(reference) + [(method[key], SECOND)]
+            figures.append(_figure(method["label"], f"{base:.3f} to {last:.3f}{beside}",
+                                   _panel(curves, axes, told, base, dots=key != "curve")))
+        beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'
+        legend = (f'<span class="key" style="border-color: {SECOND}"></span>the method{beside if reference else ""}; '
+                  f"bands are the lowest and the highest seed, the dashed line is the base.{note}")
+        sections.append(_section(f"{y} against {html.escape(x)}", _cards(figures), legend))
+    return sections
 
 
-def _panels(results: dict[str, Any], sight: Sight) -> str:
-    """Panel per method: its curve over the reference's, in the same axes."""
-    methods = [method for method in table.rank(results) if len(method[sight.key]) > 1]
-    axes = frame([method[sight.key] for method in methods])
-    reference = next((method for method in methods if method["label"] == results["reference"]), None)
-    shown = [method for method in methods if method is not reference] or methods
-    figures = "".join(_panel(method, reference, axes, sight) for method in shown)
-    beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'
-    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method{beside if reference else ""}; bands '
-           f"are the lowest and the highest seed, the dashed line is the base.{sight.note}")
-    return _section(f"{sight.y} against {html.escape(sight.x)}", f'<div class="cards">\n{figures}</div>\n', key)
-
-
-def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, sight: Sight) -> str:
-    own = method[sight.key]
-    dots = sight.x == DISTANCE[0]
-    curves = ([Curve(reference[sight.key], FIRST, dots)] if reference else []) + [Curve(own, SECOND, dots)]
-    beside = f", {reference['label']} at {reference[sight.key][-1][1]:.3f}" if reference else ""
-    (_, base, *_), (x, last, *_) = own[0], own[-1]
-    after = f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
-    told = f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {after} {sight.unit}{beside}"
-    return _figure(method["label"], f"{base:.3f} to {last:.3f}{beside}", panel(curves, axes, told, base))
+def _panel(curves: Sequence[tuple[Sequence[Point], str]], axes: Frame, title: str, goal: float, dots: bool) -> str:
+    """Curves in CSS colours with their bands. title: text for screen readers. goal: dashed line. dots: mark points."""
+    step = tick(axes.high - axes.low)
+    digits = max(-math.floor(math.log10(step)), 0)
+    parts = []
+    for number in range(round((axes.high - axes.low) / step) + 1):
+        value = axes.low + number * step
+        parts.append(f'<path class="grid" d="M{LEFT} {axes.y(value):.1f}H{WIDTH - RIGHT}"/>'
+                     f'<text x="{LEFT - 6}" y="{axes.y(value) + 4:.1f}" text-anchor="end">{value:.{digits}f}</text>')
+    for share, anchor in ((0, "start"), (0.5, "middle"), (1, "end")):
+        parts.append(f'<text x="{axes.x(share * axes.end):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">'
+                     f'{count(share * axes.end)}</text>')
+    if axes.low <= goal <= axes.high:
+        parts.append(f'<path class="goal" d="M{LEFT} {axes.y(goal):.1f}H{WIDTH - RIGHT}"/>')
+    for points, colour in curves:
+        upper = [f"{axes.x(x):.1f},{axes.y(high):.1f}" for x, _, _, high in points]
+        lower = [f"{axes.x(x):.1f},{axes.y(low):.1f}" for x, _, low, _ in reversed(points)]
+        line = " ".join(f"{axes.x(x):.1f},{axes.y(mean):.1f}" for x, mean, _, _ in points)
+        parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" opacity="0.18"/>'
+                     f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
+        parts += [f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(mean):.1f}" r="3" fill="{colour}"/>'
+                  for x, mean, *_ in points if dots]
+    return _svg(WIDTH, HEIGHT, title, parts)
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
@@ -294,6 +261,19 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 
 # --- bars ------------------------------------------------------------------------------------------------------------
 
+def _cards(figures: Sequence[str], style: str = "") -> str:
+    return f'<div class="cards"{style}>\n{"".join(figures)}</div>\n'
+
+
+def _bar_figure(title: str, caption: str, methods: Sequence[dict[str, Any]], values: Sequence[float | None], form: str,
+                mark: float | None, end: float = 0.0) -> str:
+    """Figure of a value of every method. form: of the values, as in format(). mark, end: see `bars`."""
+    shown = [(method["label"], value, "-" if value is None else format(value, form))
+             for method, value in zip(methods, values, strict=True)]
+    told = f"{title}: {', '.join(f'{label} {text}' for label, _, text in shown)}"
+    return _figure(title, caption, bars(shown, told, mark, end=end))
+
+
 def _accuracy_bars(results: dict[str, Any]) -> str:
     """Bars of the accuracy with its intervals, and dots at the best of a sweep."""
     methods = table.rank(results)
@@ -308,41 +288,29 @@ def _accuracy_bars(results: dict[str, Any]) -> str:
                      for method in methods],
                  dots=tuned if swept else ())
     caption = "with 95 % intervals; the dashed line is the base" + ("; a dot is the best of the sweep" if swept else "")
-    return f'<div class="cards" style="margin-top: 14px">\n{_figure("Accuracy", caption, drawn)}</div>\n'
+    return _cards([_figure("Accuracy", caption, drawn)], BELOW)
 
 
 def _cost_bars(results: dict[str, Any]) -> str:
     methods = table.rank(results)
-    figures = [("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
-               ("KL to the base", "per sample, of the trained model", "kl", None),
-               ("Diversity kept", "within a prompt, as a share of the base's, the dashed line", "diversity", 1.0)]
-    drawn = []
-    for title, caption, key, mark in figures:
-        shown = [(method["label"], method[key], _number(method[key])) for method in methods]
-        told = f"{title}: {', '.join(f'{label} {text}' for label, _, text in shown)}"
-        drawn.append(_figure(title, caption, bars(shown, told, mark)))
+    figures = [_bar_figure(title, caption, methods, [method[key] for method in methods], ".3g", mark)
+               for title, caption, key, mark in (
+        ("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
+        ("KL to the base", "per sample, of the trained model", "kl", None),
+        ("Diversity kept", "within a prompt, as a share of the base's, the dashed line", "diversity", 1.0))]
     for name in results["watched"]:
-        values = [(method["label"], method["watched"][name]["after"], _number(method["watched"][name]["after"]))
-                  for method in methods]
-        before = methods[0]["watched"][name]["before"]
-        if all(value is None or value >= 0 for _, value, _ in values):
-            drawn.append(_figure(name, "eval-only; the dashed line is the base", bars(
-                values, f"{name}: {', '.join(f'{label} {text}' for label, _, text in values)}", before)))
-    return f'<div class="cards" style="margin-top: 14px">\n{"".join(drawn)}</div>\n'
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+        values = [method["watched"][name]["after"] for method in methods]
+        if all(value is None or value >= 0 for value in values):
+            figures.append(_bar_figure(name, "eval-only; the dashed line is the base", methods, values, ".3g",
+                                       methods[0]["watched"][name]["before"]))
+    return _cards(figures, BELOW)
 
 
 def _tasks(results: dict[str, Any]) -> str:
     """Bars of every task's accuracy; nothing for prompts without tasks."""
-    if not results["base_tasks"]:
-        return ""
-    methods = table.rank(results)
-    highest = max(method["tasks"][task] for method in methods for task in results["base_tasks"])
-    figures = [_figure(task, f"base {base:.3f}, the dashed line", bars(
-        [(method["label"], method["tasks"][task], f"{method['tasks'][task]:.3f}") for method in methods],
-        f"{task}: {', '.join(f'''{method['label']} {method['tasks'][task]:.3f}''' for method in methods)}", base,
-        end=highest)) for task, base in results["base_tasks"].items()]
-    return _section("Tasks", f'<div class="cards">\n{"".join(figures)}</div>\n')
+    methods, tasks = table.rank(results), results["base_tasks"]
+    highest = max((method["tasks"][task] for method in methods for task in tasks), default=0.0)
+    figures = [_bar_figure(task, f"base {base:.3f}, the dashed line", methods,
+                           [method["tasks"][task] for method in methods], ".3f", base, highest)
+               for task, base in tasks.items()]
+    return _section("Tasks", _cards(figures)) if figures else ""

@@ -9,7 +9,6 @@ import json
 import re
 import tempfile
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,10 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
 def epochs_for(config: Config, budget: int, process: str = "flow", share: float = 1.0) -> tuple[int, int]:
     """Most epochs within the budget, at least one, and their cost. share: what an epoch costs, in `epoch_cost`."""
     method = validate.resolve(config, process)
-    total = round(share * _cost(config, method, 0))
-    for epoch in count(1):
-        following = round(share * _cost(config, method, epoch))
-        if total + following > budget:
-            return epoch, total
-        total += following
-    raise AssertionError
+    epochs, total = 1, round(share * _cost(config, method, 0))
+    while total + (following := round(share * _cost(config, method, epochs))) <= budget:
+        epochs, total = epochs + 1, total + following
+    return epochs, total
 
 
 def epochs_of(first: int, following: int, budget: int) -> int:
@@ -154,17 +150,18 @@ class Plan:
     """
 
     def __init__(self, request: Request):
-        self.request, self.of = request, models.model(request.model)
+        self.request, self.of = request, models.MODELS[request.model]
         if not request.methods:
             raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo list methods` "
                             "lists all)")
         given = request.methods + ([] if request.reference in request.methods else [request.reference])
         self.entries = entries(given, request.model, self.of, request.trusted)
         self.reference = next(entry for entry in self.entries if entry.given == request.reference)
-        self.swept = [entry for entry in self.entries if request.sweep == ALL or entry.given in request.sweep]
-        for name in request.sweep if request.sweep != ALL else ():
+        swept = given if request.sweep == ALL else request.sweep
+        for name in swept:
             if name not in given:
                 raise UserError(f"--sweep: got {name!r}, expected methods of --methods, or all{nearest(name, given)}")
+        self.swept = [entry for entry in self.entries if entry.given in swept]
         self.unforeseen: list[Entry] = []
         self.measured: dict[str, tuple[int, int]] = {}
         self.sides = models.split(request.model)
@@ -189,24 +186,24 @@ class Plan:
         except UserError as error:
             raise UserError(f"{entry.label}: {error}") from error
         if self.counts_evaluations:
-            self._afford(entry, _cost(config, method, 0), "the first epoch of {} takes")
+            self._afford(_cost(config, method, 0), f"the first epoch of {entry.label} takes")
         else:
             least = config.train.prompts * config.train.group * config.text.max_tokens
-            self._afford(entry, least, "the completions of an epoch of {} alone may take")
+            self._afford(least, f"the completions of an epoch of {entry.label} alone may take")
         # `epoch_cost` is exact for a denoiser whose scores decide neither how many samples are trained nor which groups
         # are drawn again.
         exact = method.redraw is None and isinstance(method.credit.selection, BestWorst | None)
         if not (self.counts_evaluations and exact):
             self.unforeseen.append(entry)
 
-    def _afford(self, entry: Entry, cost: int, what: str) -> None:
+    def _afford(self, cost: int, what: str) -> None:
         if cost > self.request.evaluations:
-            raise TooFew(f"--evaluations: got {self.request.evaluations:,}, but {what.format(entry.label)} {cost:,}: "
-                         "expected at least as many")
+            raise TooFew(f"--evaluations: got {self.request.evaluations:,}, but {what} {cost:,}: expected at least as "
+                         "many")
 
     def learn(self, entry: Entry, first: int, following: int) -> None:
         """Keep the measured evaluations of a method's first epoch and of the next."""
-        self._afford(entry, first, "the first epoch of {} takes")
+        self._afford(first, f"the first epoch of {entry.label} takes")
         self.measured[entry.given] = first, following
 
     def _config(self, entry: Entry, settings: dict[str, Any], seed: int, side: str = "held_out") -> Config:
@@ -272,17 +269,16 @@ class Plan:
                 for entry in self.entries if entry.label in best]
 
     def _with_folder(self, entry: Entry, config: Config, folder: str) -> Config:
-        name = f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', entry.label)}-seed{config.seed}-{self._hash(config)}"
-        return config.model_copy(update={"name": name, "output": str(self.request.output / folder)})
-
-    def _hash(self, config: Config) -> str:
+        """Configuration named after its method, its seed and a hash of all that its results depend on."""
         apart = {"name", "output", "prompts", "held_out"}  # places
         named = json.dumps([config.method, config.parts, config.model_dump(mode="json")["reward"]])
         files = map(Path, re.findall(r"[^\s+'\"]+?\.py(?=:)", named))
         said = [__version__, config.model_dump(mode="json", exclude=apart), Path(str(config.held_out)).stem,
                 [prompt.key for side in self.sides.values() for prompt in side],
                 [hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "" for file in files]]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+        name = f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', entry.label)}-seed{config.seed}-{digest}"
+        return config.model_copy(update={"name": name, "output": str(self.request.output / folder)})
 
 
 def settings(request: Request) -> dict[str, Any]:

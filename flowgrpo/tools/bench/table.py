@@ -197,14 +197,13 @@ def _inline(value: Any) -> str:
 def print_tables(results: dict[str, Any]) -> None:
     """Print the tables of accuracy and cost."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from flowgrpo.log import plain_console
 
-    for heads, rows in (accuracies(results), costs(results)):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, head in enumerate(heads):
-            table.add_column(head, justify="right" if number else "left", no_wrap=not number)
+    for (name, *numbers), rows in (accuracies(results), costs(results)):
+        table = Table(Column(name, no_wrap=True), *(Column(head, justify="right") for head in numbers),
+                      box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
             table.add_row(*row)
         plain_console().print(table)

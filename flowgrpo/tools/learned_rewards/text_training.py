@@ -10,11 +10,10 @@ A file of labelled texts is `.jsonl`, one object per line: `text` with `labels`,
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowgrpo.data.prompts import LARGEST
-from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import parse_json, text_of, unsafe
+from flowgrpo.data.pairs import OVERALL, records
+from flowgrpo.errors import UserError
+from flowgrpo.files import unsafe
+from flowgrpo.storage.json_files import finite
 from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hash_words
 
 KEYS = ("text", "labels", "chosen", "rejected", "prompt", "category")
-OVERALL = "overall"
 _STEPS, _NUMBER = re.compile(r"(?<=[.!?\n])\s+"), re.compile(r"\d+")
 
 
@@ -45,43 +44,25 @@ class LabelledText:
 
 def load_labelled(path: str | Path) -> list[LabelledText]:
     """Read a .jsonl file of labelled texts. Raises UserError with the file and the line of a mistake."""
-    if Path(path).suffix != ".jsonl":
-        raise UserError(f"labelled completions {path}: expected a .jsonl file")
-    lines = text_of(path, LARGEST).split("\n")
-    records = [_parse_line(line, Path(path), number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not records:
+    texts = []
+    for place, record in records(Path(path), "labelled completions", KEYS, "text, or chosen and rejected"):
+        if ("text" in record) == ("chosen" in record) or ("chosen" in record) != ("rejected" in record):
+            raise UserError(f"{place}: expected either 'text', or 'chosen' and 'rejected'")
+        for key in record.keys() - {"labels"}:
+            if not isinstance(record[key], str) or not record[key].strip() or unsafe(record[key]):
+                raise UserError(f"{place}: expected a text under {key!r}, got {str(record[key])[:60]!r}")
+        labels = record.get("labels", {OVERALL: 1.0} if "text" in record else {})
+        if not isinstance(labels, dict) or not all(type(value) in (int, float) and math.isfinite(value)
+                                                   for value in labels.values()):
+            raise UserError(f"{place}: expected names and numbers under 'labels', got {str(labels)[:60]}")
+        texts.append(LabelledText(record.get("text") or record["chosen"],
+                                  {name: float(value) for name, value in labels.items()}, record.get("rejected"),
+                                  record.get("prompt", ""), record.get("category", "")))
+    if not texts:
         raise UserError(f"labelled completions {path}: the file holds no completion")
-    if len({record.rejected is None for record in records}) == 2:
+    if len({text.rejected is None for text in texts}) == 2:
         raise UserError(f"labelled completions {path}: some lines have labels and some pairs, expected one kind")
-    return records
-
-
-def _parse_line(line: str, path: Path, number: int) -> LabelledText:
-    def wrong(what: str) -> UserError:
-        return UserError(f"labelled completions {path}, line {number}: {what}")
-
-    try:
-        record = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise wrong(f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise wrong(f"expected an object, got {str(record)[:60]}")
-    for key in record:
-        if key not in KEYS:
-            raise wrong(f"unknown key {key!r}{nearest(key, list(KEYS))}")
-    if ("text" in record) == ("chosen" in record) or ("chosen" in record) != ("rejected" in record):
-        raise wrong("expected either 'text', or 'chosen' and 'rejected'")
-    for key in set(KEYS) & record.keys() - {"labels"}:
-        if not isinstance(record[key], str) or not record[key].strip() or unsafe(record[key]):
-            raise wrong(f"expected a text under {key!r}, got {str(record[key])[:60]!r}")
-    labels = record.get("labels", {OVERALL: 1.0} if "text" in record else {})
-    if not isinstance(labels, dict) or not all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            for value in labels.values()):
-        raise wrong(f"expected names and numbers under 'labels', got {str(labels)[:60]}")
-    labels = {name: float(value) for name, value in labels.items()}
-    return LabelledText(record.get("text") or record["chosen"], labels, record.get("rejected"),
-                        record.get("prompt", ""), record.get("category", ""))
+    return texts
 
 
 def degrade(text: str, seed: int) -> str:
@@ -90,7 +71,7 @@ def degrade(text: str, seed: int) -> str:
     in place of a language model)."""
     rng, steps = np.random.default_rng(seed), [step for step in _STEPS.split(text) if step.strip()]
     numbers = [*_NUMBER.finditer(text)]
-    for way in (seed % 3, (seed + 1) % 3, (seed + 2) % 3):
+    for way in (number % 3 for number in range(seed, seed + 3)):
         if way == 0 and len(steps) > 1:
             place = int(rng.integers(len(steps)))
             return " ".join(steps[:place] + steps[place + 1:])
@@ -107,21 +88,6 @@ def degrade(text: str, seed: int) -> str:
 
 
 SQUARED, LOGISTIC, PAIRS = "R2", "accuracy", "accuracy of pairs"  # what is measured, by the kind of labels
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a text reward's training.
-
-    encoder: a model of transformers, frozen; None for hashed words. penalty: of the squared weights.
-    held_out: share of the texts that measure it. degrade: texts become pairs with degraded copies of themselves.
-    """
-
-    encoder: str | None = None
-    penalty: float = 1.0
-    held_out: float = 0.1
-    degrade: bool = False
-    seed: int = 0
 
 
 def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
@@ -161,63 +127,55 @@ def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> floa
     return float(((scores > 0) == (labels > 0.5)).double().mean())
 
 
-def kind_of(labels: Sequence[float], pairs: bool) -> str:
-    return PAIRS if pairs else LOGISTIC if set(labels) <= {0.0, 1.0} else SQUARED
-
-
-def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> list[tuple[str, str, str, float, int]]:
+def train(texts: Sequence[LabelledText], output: Path, encoder: str | None = None, penalty: float = 1.0,
+          held_out: float = 0.1, degraded: bool = False, seed: int = 0) -> list[tuple[str, str, str, float, int]]:
     """Train a reward on labelled texts, write its file, and return (category, aspect, measure, value, held-out texts).
 
+    encoder: a model of transformers, frozen; None for hashed words. penalty: of the squared weights.
+    held_out: share of the texts that measure it. degraded: texts become pairs with degraded copies of themselves.
     Raises UserError for too few texts, for an aspect that not all texts of a category have, and for an output that is
     there.
     """
     if output.exists():
         raise UserError(f"{output} exists already: name another file, or remove that one")
     # Damaged copies stand in for the rejected texts that unlabelled ones lack.
-    if settings.degrade:
-        texts = [LabelledText(text.text, {}, degrade(text.text, number), text.prompt, text.category)
-                 for number, text in enumerate(texts)]
+    if degraded:
+        texts = [replace(text, rejected=degrade(text.text, number)) for number, text in enumerate(texts)]
     pairs = texts[0].rejected is not None
-    texts = [LabelledText(text.text, {OVERALL: 1.0}, text.rejected, text.prompt, text.category) if pairs else text
-             for text in texts]
+    if pairs:
+        texts = [replace(text, labels={OVERALL: 1.0}) for text in texts]
     aspects = sorted({name for text in texts for name in text.labels})
     for text in texts:
         if sorted(text.labels) != aspects:
             raise UserError(f"the text {text.text[:40]!r} has the labels {', '.join(sorted(text.labels))}, expected "
                             f"{', '.join(aspects)}, as the others have")
     # Texts are encoded once: all heads of all categories read the same rows.
-    embed = SemanticSimilarity(settings.encoder).embed if settings.encoder else hash_words
+    embed = SemanticSimilarity(encoder).embed if encoder else hash_words
     rows = embed([text.text for text in texts])
-    if texts[0].rejected is not None:
+    if pairs:
         rows = rows - embed([text.rejected or "" for text in texts])
-    held = _held_out_mask(texts, settings)
+    # Texts of one prompt are all held out, or none of them.
+    prompts = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
+    different = sorted(set(prompts))
+    if len(different) < 2:
+        raise UserError(f"{len(texts)} completions of one prompt cannot be split into training and held-out ones: "
+                        f"give more")
+    count = min(max(1, round(held_out * len(different))), len(different) - 1)
+    chosen = {different[place] for place in np.random.default_rng(seed).permutation(len(different))[:count]}
+    held = torch.tensor([prompt in chosen for prompt in prompts])
     heads, results = {}, []
     for category in sorted({text.category for text in texts}):
         inside = torch.tensor([text.category == category for text in texts])
         fitted = []
         for aspect in aspects:
             labels = torch.tensor([text.labels[aspect] for text in texts], dtype=torch.float64)
-            kind = kind_of(labels[inside].tolist(), pairs)
-            head = fit(rows[inside & ~held], labels[inside & ~held], settings.penalty, kind)
+            kind = PAIRS if pairs else LOGISTIC if {*labels[inside].tolist()} <= {0.0, 1.0} else SQUARED
+            head = fit(rows[inside & ~held], labels[inside & ~held], penalty, kind)
             at = inside & held
             value = evaluate_head(rows[at], labels[at], head, kind) if at.any() else float("nan")
             fitted.append(head.tolist())
             results.append((category, aspect, kind, value, int(at.sum())))
         heads[category] = fitted
-    LearnedHeads(aspects, heads, settings.encoder, {"held_out": [
-        {"category": category, "aspect": aspect, "measure": measure, "value": None if value != value else value,
-         "texts": count} for category, aspect, measure, value, count in results]}).write(output)
+    told = [dict(zip(("category", "aspect", "measure", "value", "texts"), result)) for result in results]
+    LearnedHeads(aspects, heads, encoder, finite({"held_out": told})).write(output)
     return results
-
-
-def _held_out_mask(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
-    """Held-out texts, bool [N]; texts of one prompt are on one side."""
-    labels = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
-    different = sorted(set(labels))
-    if len(different) < 2:
-        raise UserError(f"{len(texts)} completions of one prompt cannot be split into training and held-out ones: "
-                        f"give more")
-    order = np.random.default_rng(settings.seed).permutation(len(different))
-    count = min(max(1, round(settings.held_out * len(different))), len(different) - 1)
-    chosen = {different[place] for place in order[:count]}
-    return torch.tensor([label in chosen for label in labels])

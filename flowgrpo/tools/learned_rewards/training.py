@@ -33,6 +33,7 @@ from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.rewards.preprocessing import read_tensor
 from flowgrpo.storage import paths
+from flowgrpo.storage.json_files import finite
 from flowgrpo.types import unwrap
 
 AT_ONCE = 64  # samples read, or scored without gradients, at once
@@ -201,10 +202,8 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     flat = scores.flatten(0, 1).double()
     scales = {name: Aspect(1.0, middle, spread or 1.0)
               for name, middle, spread in zip(names, flat.mean(0).tolist(), flat.std(0).tolist())}
-    told = {name: {key: None if value != value else value for key, value in result.as_json().items()}
-            for name, result in accuracies.items()}
     save(output, network, Description(scales, settings.network, {
-        "accuracy": told, "epoch": best,
+        "accuracy": finite({name: result.as_json() for name, result in accuracies.items()}), "epoch": best,
         "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
     return accuracies
 

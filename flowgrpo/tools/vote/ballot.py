@@ -6,7 +6,6 @@ The file is that of flowgrpo/data/pairs.py. Rows of other pairs in it are kept.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 from flowgrpo.contrib.taste.votes import SKIP, TIE, relative
 from flowgrpo.data.pairs import OVERALL, load_pairs
-from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, format_interval, interval
+from flowgrpo.evaluation.statistics import ALL, WILSON, format_interval, interval
 from flowgrpo.loopback import Refused
 from flowgrpo.storage import atomic
 
@@ -189,7 +188,8 @@ class Ballot:
 def count_votes(worths: Sequence[float]) -> dict[str, Any]:
     """Votes, ties, votes for B, and the share that prefers B with Wilson's 95 % interval; ties are left out."""
     decided = [worth for worth in worths if worth != 0.5]
-    share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON) if decided else \
-        Interval(math.nan, math.nan, math.nan, WILSON, 0)
-    text = format_interval(share.mean, share.low, share.high, 2) if decided else "-"
+    text = "-"
+    if decided:
+        share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON)
+        text = format_interval(share.mean, share.low, share.high, 2)
     return {"votes": len(worths), "ties": len(worths) - len(decided), "b": int(sum(decided)), "share": text}

@@ -7,6 +7,7 @@ the content of its samples and by the reward's name, arguments and `when`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -95,68 +96,48 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
         yield from ((prompt, path) for path, prompt in images.values())
 
 
+def score(groups: Sequence[Group], rewards: dict[str, Composed], file: Path, tally: Tally) -> list[torch.Tensor]:
+    """Scores [G, R] of every group by R rewards, NaN where one does not apply or has failed.
 
-class Scores:
-    """Scores of groups by R rewards, kept in a file. failed: counts failures of this call."""
-
-    def __init__(self, rewards: dict[str, Composed], file: Path):
-        self.rewards, self.file, self.failed = rewards, file, Tally()
-        self.rules = {name: _digest([reward.rule.use or name, reward.rule.args, reward.rule.when])
-                      for name, reward in rewards.items()}
-        known = entries(file.parent, file.name) if file.is_file() else ()
-        self.known: dict[tuple[str, str], list[float]] = {
-            (line["group"], line["rule"]): [math.nan if value is None else value for value in line["scores"]]
-            for line in known if isinstance(line, dict) and {"group", "rule", "scores"} <= line.keys()}
-
-    def __call__(self, groups: Sequence[Group]) -> list[torch.Tensor]:
-        """Scores [G, R] of every group, NaN where a reward does not apply or has failed; missing ones are computed."""
-        digests = [group.digest for group in groups]
-        missing = [place for place, digest in enumerate(digests)
-                   if any((digest, rule) not in self.known for rule in self.rules.values())]
-        failed: dict[tuple[str, str], list[float]] = {}
-        with bar(total=sum(len(group.samples) for group in groups), title="scoring", unit="sample",
-                 done=sum(len(group.samples) for at, group in enumerate(groups) if at not in set(missing))) as shown:
-            for places in _together(groups, missing):
-                failed |= self._score([groups[at] for at in places], [digests[at] for at in places])
-                shown.update(sum(len(groups[at].samples) for at in places))
-        known = self.known | failed
-        return [torch.tensor([known[digest, rule] for rule in self.rules.values()], dtype=torch.float64).T
-                for digest in digests]
-
-    def _score(self, groups: Sequence[Group], digests: Sequence[str]) -> dict[tuple[str, str], list[float]]:
-        """Score groups of one size and keep what has not failed; return the columns with failures."""
-        size, failed = len(groups[0].samples), dict[tuple[str, str], list[float]]()
-        lacking = {name: reward for name, reward in self.rewards.items()
-                   if any((digest, self.rules[name]) not in self.known for digest in digests)}
-        outputs: Any = [sample if isinstance(sample, str) else read_output(sample)
-                        for group in groups for sample in group.samples]
-        prompts = [group.prompt for group in groups for _ in group.samples]
-        table = promptly(partial(columns, lacking, outputs, [prompt.text for prompt in prompts],
-                                 [prompt.metadata for prompt in prompts], group=size, tally=self.failed))
-        for name, column in zip(lacking, table):
-            for place, digest in enumerate(digests):
-                values = column[place * size:(place + 1) * size]
-                numbers = [math.nan if isinstance(value, Failed) else float(value) for value in values]
-                if any(isinstance(value, Failed) for value in values):
-                    failed[digest, self.rules[name]] = numbers
-                    continue
-                self.known[digest, self.rules[name]] = numbers
-                append(self.file, {"group": digest, "rule": self.rules[name], "scores": [
-                    None if math.isnan(number) else number for number in numbers]})
-        return failed
-
-
-def _together(groups: Sequence[Group], places: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the places of groups of one size that are scored in one call; the first call has one group."""
-    some: list[int] = []
-    for number, place in enumerate(places):
-        size = len(groups[place].samples)
-        if some and (number == 1 or size != len(groups[some[0]].samples) or (len(some) + 1) * size > AT_ONCE):
-            yield some
-            some = []
-        some.append(place)
-    if some:
-        yield some
+    Those that `file` lacks are computed, several groups of one size in a call, and kept there, but for a group's with a
+    failure. tally: counts failures.
+    """
+    rules = {name: _digest([reward.rule.use or name, reward.rule.args, reward.rule.when])
+             for name, reward in rewards.items()}
+    known: dict[tuple[str, str], list[float]] = {
+        (line["group"], line["rule"]): [math.nan if value is None else value for value in line["scores"]]
+        for line in (entries(file.parent, file.name) if file.is_file() else ())
+        if isinstance(line, dict) and {"group", "rule", "scores"} <= line.keys()}
+    digests = [group.digest for group in groups]
+    missing = [place for place, digest in enumerate(digests)
+               if any((digest, rule) not in known for rule in rules.values())]
+    calls = [missing[:1]] if missing else []  # the first group alone, which finds mistakes
+    for size, places in itertools.groupby(missing[1:], lambda place: len(groups[place].samples)):
+        alike, count = list(places), max(AT_ONCE // size, 1)
+        calls += [alike[start:start + count] for start in range(0, len(alike), count)]
+    total = sum(len(group.samples) for group in groups)
+    with bar(total=total, title="scoring", unit="sample",
+             done=total - sum(len(groups[place].samples) for place in missing)) as shown:
+        for call in calls:
+            lacking = {name: reward for name, reward in rewards.items()
+                       if any((digests[place], rules[name]) not in known for place in call)}
+            outputs: Any = [sample if isinstance(sample, str) else read_output(sample)
+                            for place in call for sample in groups[place].samples]
+            prompts = [groups[place].prompt for place in call for _ in groups[place].samples]
+            size = len(groups[call[0]].samples)
+            table = promptly(partial(columns, lacking, outputs, [prompt.text for prompt in prompts],
+                                     [prompt.metadata for prompt in prompts], group=size, tally=tally))
+            for name, column in zip(lacking, table):
+                for number, place in enumerate(call):
+                    values = column[number * size:(number + 1) * size]
+                    numbers = [math.nan if isinstance(value, Failed) else float(value) for value in values]
+                    known[digests[place], rules[name]] = numbers
+                    if not any(isinstance(value, Failed) for value in values):
+                        append(file, {"group": digests[place], "rule": rules[name], "scores": [
+                            None if math.isnan(value) else value for value in numbers]})
+            shown.update(len(outputs))
+    return [torch.tensor([known[digest, rule] for rule in rules.values()], dtype=torch.float64).T
+            for digest in digests]
 
 
 def _digest(value: Any) -> str:

@@ -17,9 +17,9 @@ from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.contrib.taste.votes import relative
 from flowgrpo.data.pairs import ASPECT, OVERALL
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import Composed
+from flowgrpo.rewards import Composed, Tally
 from flowgrpo.storage import atomic, paths
-from flowgrpo.tools.vote.judged import Group, Scores
+from flowgrpo.tools.vote.judged import Group, score
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,6 @@ class Choice:
         return [(good, bad) for good, bad in pairs if float(totals[good] - totals[bad]) > self.least]
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Numbers of pairs, of prompts, of prompts without a pair, and by reward of failures, with the last one."""
-
-    pairs: int
-    prompts: int
-    without: int
-    failed: dict[str, tuple[int, str]]
-
-
 def require(output: Path, rules: dict[str, RewardRule]) -> None:
     """Raise UserError for a file that this command did not write, and for rewards that cannot name aspects."""
     if output.suffix != ".jsonl":
@@ -71,29 +61,30 @@ def require(output: Path, rules: dict[str, RewardRule]) -> None:
                             f"{OVERALL}; in FILE.yaml give it a label, such as colour: {{use: {name!r}}}")
 
 
-def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, choice: Choice) -> Labelled:
-    """Score the samples of prompts, and write the pairs that they make to `output`, a .jsonl file of pairs.
+def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, choice: Choice
+          ) -> tuple[int, int, dict[str, tuple[int, str]]]:
+    """Score the samples of prompts, and write the pairs that they make to `output`, a .jsonl file of pairs. Return the
+    numbers of pairs and of prompts without one, and by reward that of failures, with the last one.
 
     Each reward is an aspect, if there are several; the aspect `overall` is their weighted sum after transforms. Margins
     are differences of these. Scores are kept beside `output`, so the same command goes on.
     Raises UserError if no prompt has a pair, and as rewards do.
     """
-    kept = scores_file(output)
     composed = rewards.compose(rules)
     rewards.require_routes(composed, [group.prompt.metadata for group in groups])
     atomic.make_folder(output.parent)
-    scoring = Scores(composed, kept)
-    table = scoring(groups)
+    tally = Tally()
+    table = score(groups, composed, scores_file(output), tally)
     weights = [rule.weight for rule in rules.values()]
     rows = [_rows(group, scores, composed, weights, output.parent, choice) for group, scores in zip(groups, table)]
-    failed = {name: (count, scoring.failed.said[name]) for name, count in scoring.failed.failed.items()}
+    failed = {name: (count, tally.said[name]) for name, count in tally.failed.items()}
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for several in rows for row in several]
     if not lines:
         why = f"; {failed[next(iter(failed))][1]}" if failed else ""
         raise UserError(f"no prompt has a pair: the samples of each score the same, or differ by {choice.least:g} at "
                         f"most: sample more per prompt, or lower --least{why}")
     atomic.write_text(output, "".join(lines))
-    return Labelled(len(lines), len(groups), sum(not several for several in rows), failed)
+    return len(lines), sum(not several for several in rows), failed
 
 
 def scores_file(output: Path) -> Path:

@@ -39,17 +39,13 @@ class LiveBallot:
     def __init__(self, log: VoteLog, seconds: float | None = None, seed: int = 0,
                  clock: Callable[[], float] = time.monotonic):
         self.log, self.seconds, self.seed, self.clock = log, seconds, seed, clock
+        self.output = log.file
         self.questions: dict[str, Question] = {}
         self.facts: dict[str, Any] = {}
         self._begun: float | None = None
         self._learned = -1  # the last batch that was
         self._finished = False
         self._changed = threading.Condition()
-
-    @property
-    def output(self) -> Path:
-        """The file of the votes."""
-        return self.log.file
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from flowgrpo.tools.learned_rewards.text_training import (
     PAIRS,
     SQUARED,
     LabelledText,
-    Settings,
     degrade,
     evaluate_head,
     fit,
@@ -213,7 +212,7 @@ def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
     easy = "you may feel {} and that is fine"
     lines = [LabelledText(form.format(f"thing{number}"), {"simple": float(form is easy)}, category=category)
              for number in range(20) for form in (hard, easy) for category in ("", "letters")]
-    results = train(lines, tmp_path / "reward.json", Settings(held_out=0.25))
+    results = train(lines, tmp_path / "reward.json", held_out=0.25)
     assert [(row[0], row[2], row[3]) for row in results] == [("", LOGISTIC, 1.0), ("letters", LOGISTIC, 1.0)]
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     scores = reward([hard.format("pain"), easy.format("pain"), f"<think>{hard}</think>{easy}"], [""] * 3,
@@ -223,7 +222,7 @@ def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
 
 def test_a_category_without_a_head_has_no_score(tmp_path):
     lines = [LabelledText(f"word{number}", {"overall": number % 2}, category="a") for number in range(8)]
-    train(lines, tmp_path / "reward.json", Settings())
+    train(lines, tmp_path / "reward.json")
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     scores = reward(["word1"] * 3, [""] * 3, [{"category": "a"}, {"category": "b"}, {}])
     assert scores[0] is not None and scores[1:] == [None, None]
@@ -238,7 +237,7 @@ def test_originals_are_preferred_to_degraded_copies(tmp_path):
     assert degrade("no step here", 0) == "no ste" and degrade("7", 1)[0].isdigit()
     lines = [LabelledText(f"First take {number}. Then double it. So the answer follows.", prompt=f"p{number}")
              for number in range(100, 300)]
-    [(_, aspect, measure, value, count)] = train(lines, tmp_path / "reward.json", Settings(degrade=True, held_out=0.2))
+    [(_, aspect, measure, value, count)] = train(lines, tmp_path / "reward.json", degraded=True, held_out=0.2)
     assert (aspect, measure, count) == ("overall", PAIRS, 40)
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     whole, cut = reward(["First take 9. Then double it. So the answer follows.", "First take 9. Then double it."],

@@ -2,7 +2,6 @@
 
 import contextlib
 import html.parser
-import io
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from flowgrpo.tools.bench import models, plan
 from flowgrpo.tools.bench.bench import cores, duration, remaining, seconds, threads_each
 from flowgrpo.tools.bench.models import Entry, clip_of, entries
 from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost, epochs_for, epochs_of
-from flowgrpo.tools.bench.worker import Tasks
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
 from tests.helpers.refusals import message
@@ -48,7 +46,8 @@ TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
 @pytest.fixture
 def request_of(tmp_path):
     def made(*methods, model="starter", **changes):
-        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [], tmp_path / "bench")
+        usual = Request(list(methods), model, models.MODELS[model].reference, 40_000, 3, 4, None, [],
+                        tmp_path / "bench")
         return replace(usual, **changes)
     return made
 
@@ -65,7 +64,7 @@ def test_three_sides_share_no_text_and_hold_all_tasks(name):
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_setting_of_the_recipe_is_taken_or_listed_with_a_reason(request_of, name):
-    made = Plan(request_of(models.model(name).reference, model=name, evaluations=10**6))
+    made = Plan(request_of(models.MODELS[name].reference, model=name, evaluations=10**6))
     for entry in made.unforeseen:
         made.learn(entry, 10**4, 10**4)
     recipe, own = (models.flat(config.model_dump()) for config in (load(name), made.published_runs()[0].config))
@@ -111,7 +110,7 @@ def test_every_preset_of_a_model_can_be_run_or_says_why_not(request_of, name):
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_the_default_budget_holds_the_recipes_method_and_each_run_stays_within(request_of, name):
-    of = models.model(name)
+    of = models.MODELS[name]
     costly = {"starter": ["granular_grpo", "crd"], "starter_consistency": ["sol_rl"], "starter_video": ["sol_rl"],
               "starter_text": ["sdpo"]}[name]
     made = Plan(request_of(*costly, model=name, evaluations=of.evaluations))
@@ -513,7 +512,7 @@ def test_a_signal_to_the_bench_ends_its_workers(number, tmp_path):
         bench.kill()
 
 
-def test_a_worker_begins_no_task_of_a_bench_that_has_ended():
-    tasks = Tasks(io.StringIO('{"kind": "run"}\n{"kind": "trial"}\n'))
-    tasks.reader.join()
-    assert tasks.next() is None
+def test_a_worker_begins_no_task_of_a_bench_that_has_ended(tmp_path):
+    command = [sys.executable, "-m", "flowgrpo.tools.bench.worker", "trial", f"{tmp_path}/none.yaml", f"{tmp_path}/r"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGTERM and not ended.stdout and not [*tmp_path.iterdir()]

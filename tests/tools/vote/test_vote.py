@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
 from flowgrpo.tools.learned_rewards import training as reward_training
-from flowgrpo.tools.vote import drawn, judged, sources
+from flowgrpo.tools.vote import judged, sources
 from flowgrpo.tools.vote import server as page
 from flowgrpo.tools.vote.ballot import Ballot, count_votes
 from flowgrpo.tools.vote.sources import pairs
@@ -198,7 +198,7 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "2 pairs, 0 with a vote: http://127.0.0.1:" in out and "share for lora over base" in out
-    listed, names = drawn.pairs(Path("starter"), [tmp_path / "lora"], tmp_path / "p.jsonl", 5, 0,
+    listed, names = sources.drawn_pairs(Path("starter"), [tmp_path / "lora"], tmp_path / "p.jsonl", 5, 0,
                                 tmp_path / "pairs-pictures")
     assert names == ("base", "lora") and [each.category for each in listed] == ["star", "ring"]
     assert [each.a.relative_to(tmp_path).parts[:2] for each in listed] == [("pairs-pictures", "a")] * 2
