@@ -116,7 +116,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     train = config.train
     probes.require_middle(policy, conditioning, recipe is None or probes.goes_on(method, method.explorations(
         shift_grid(train.steps, train.shift), train.group, train.shift, 0, config.seed)))
-    replays.require_equal(policy, result)
+    replays.require_equal(policy.exact, result, ", and try without train.checkpointing" * bool(policy.checkpointing))
     if policy.dtype == torch.float32 and not config.adapter.dora:
         replays.check_gradient(policy, conditioning, result)
     with TemporaryDirectory() as folder:
