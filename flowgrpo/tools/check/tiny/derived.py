@@ -21,6 +21,7 @@ from flowgrpo.tools.check.tiny.parts import (
     Parts,
     Pipeline,
     autoencoder,
+    awake,
     chat_tokenizer,
     flux2_vae,
     image,
@@ -40,7 +41,6 @@ from flowgrpo.tools.check.tiny.parts import (
 )
 
 Further = Callable[[Parts], Parts]  # builds further parts, or others, of those of a pipeline
-LAYERS = 36  # of the text encoder, twelve of which Krea 2's blocks read by number
 
 
 # --- changed parts, and those of adapters ----------------------------------------------------------------------------
@@ -63,11 +63,7 @@ def like(kind: str, denoiser: str = "transformer", **values: Any) -> Further:
         cls: Any = getattr(diffusers, kind)
         known = inspect.signature(cls.__init__).parameters
         shared = {name: value for name, value in _configuration(parts[denoiser]).items() if name in known}
-        control = lively(cls(**shared | values))
-        for parameter in control.parameters():
-            if parameter.ndim > 1 and not parameter.any():
-                parameter.data.normal_(std=0.3)
-        return {"controlnet": control}
+        return {"controlnet": awake(lively(cls(**shared | values)))}
     return build
 
 
@@ -85,9 +81,9 @@ def denoiser(kind: str, further: Further = lambda parts: {}, name: str = "transf
 
 
 def _krea2(parts: Parts) -> Parts:
-    config = {**parts["transformer"].config, "num_text_layers": LAYERS // 3}
-    reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", LAYERS)
-    return {"transformer": lively(diffusers.Krea2Transformer2DModel.from_config(config)), "text_encoder": reader}
+    """Its blocks read twelve of 36 layers of the text encoder by number."""
+    reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", 36)
+    return {"text_encoder": reader} | changed(transformer={"num_text_layers": 12})(parts)
 
 
 def _template(parts: Parts) -> Parts:

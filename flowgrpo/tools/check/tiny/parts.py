@@ -213,6 +213,14 @@ def lively(module: Network) -> Network:
     return module
 
 
+def awake(control: Network) -> Network:
+    """Fill the matrices of a ControlNet that start at zero, so that the control image has an effect."""
+    for parameter in control.parameters():
+        if parameter.ndim > 1 and not parameter.any():
+            parameter.data.normal_(std=0.3)
+    return control
+
+
 def flux_transformer(kind: str = "FluxTransformer2DModel", **options: Any) -> Network:
     """Return a double and a single block of width 16, for packed latents of 16 channels. kind: a ControlNet's class."""
     return network(kind, **{"in_channels": 16, "num_attention_heads": 1, "guidance_embeds": True} | options)

@@ -23,6 +23,7 @@ from flowgrpo.tools.check.tiny.parts import (
     Scheduler,
     assemble,
     autoencoder,
+    awake,
     clip,
     factories,
     factory,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTORIES: Factories = {}
-SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
-            "timestep_spacing": "leading"}
+BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+SD_NOISE = BETAS | {"steps_offset": 1, "timestep_spacing": "leading"}
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 SMALL = SIZE | {"use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
 # Of a U-Net that reads pooled embeddings and six size numbers.
@@ -58,8 +59,7 @@ def pndm() -> Scheduler:
 
 def lcm() -> Scheduler:
     """Return the stock scheduler of latent consistency models."""
-    betas = {key: value for key, value in SD_NOISE.items() if key.startswith("beta")}
-    return diffusers.LCMScheduler(clip_sample=False, **betas)
+    return diffusers.LCMScheduler(clip_sample=False, **BETAS)
 
 
 def sd15_parts(**given: Any) -> Parts:
@@ -100,9 +100,8 @@ def hunyuan_dit() -> Parts:
     """v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4."""
     denoiser = network("HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8,
                        in_channels=4, hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)
-    scheduler = diffusers.DDPMScheduler(
-        beta_start=0.00085, beta_end=0.02, beta_schedule="scaled_linear", clip_sample=False,
-        prediction_type="v_prediction", steps_offset=1)
+    scheduler = diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, prediction_type="v_prediction",
+                                        steps_offset=1)
     return {"transformer": lively(denoiser), "scheduler": scheduler, "vae": autoencoder(stages=4), **clip(length=77),
             **t5("_2", 256), **UNCHECKED}
 
@@ -113,8 +112,8 @@ def cogview3() -> Parts:
     denoiser = network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
                        pos_embed_max_size=8)
     return with_t5(denoiser, scheduler=diffusers.CogVideoXDDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
-        rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False))
+        **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
+        timestep_spacing="trailing", clip_sample=False))
 
 
 @factory(FACTORIES, "OmniGenPipeline")
@@ -183,20 +182,10 @@ FACTORIES |= factories({
 
 def unet_controlnet(width: int = WIDTH, **options: Any) -> Network:
     """Return a ControlNetModel for the tiny U-Nets. width: of the prompt's embeddings."""
-    control = lively(diffusers.ControlNetModel(
+    return awake(lively(diffusers.ControlNetModel(
         block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
         cross_attention_dim=width, attention_head_dim=2, norm_num_groups=4, conditioning_embedding_out_channels=(8, 8),
-        **options))
-    return _awake(control, control.controlnet_cond_embedding.conv_out, *control.controlnet_down_blocks,
-                  control.controlnet_mid_block)
-
-
-def _awake(control: Network, *zeros: Any) -> Network:
-    """Fill the layers that start at zero, so that the control image has an effect."""
-    with torch.no_grad():
-        for layer in zeros:
-            layer.weight.normal_(std=0.3)
-    return control
+        **options)))
 
 
 def sd3_controlnet() -> Parts:
@@ -208,7 +197,7 @@ def sd3_controlnet() -> Parts:
     vae = still_autoencoder()
     for block in control.controlnet_blocks:
         block.weight.data.mul_(0.1)
-    return parts | {"vae": vae, "controlnet": _awake(control, control.pos_embed_input.proj)}
+    return parts | {"vae": vae, "controlnet": awake(control)}
 
 
 def ip_adapter(seed: int = 0) -> Pipeline:
