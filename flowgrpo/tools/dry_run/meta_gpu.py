@@ -153,6 +153,22 @@ class Phase:
         self.traffic += other.traffic
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Shape, strides and dtype of a tensor, which hold no memory."""
+
+    size: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of_tensor(tensor: torch.Tensor) -> Shape:
+        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
+
+
 _tensor, _cast = torch.tensor, torch.autocast
 
 
@@ -452,7 +468,7 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     if shapes is _INTO:
         return args[0]
     if shapes is not None:
-        return tuple(map(_empty, shapes)) if isinstance(shapes, list) else _empty(shapes)
+        return tuple(shape and shape.empty() for shape in shapes) if isinstance(shapes, list) else shapes.empty()
     result = function(*args, **kwargs)
     whole = result if isinstance(result, tuple) else (result,)
     before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs.values()))}
@@ -460,7 +476,7 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         _shapes[key] = _INTO
     elif not function._schema.is_mutable and \
             all(made is None or _on_meta(made) and made.untyped_storage()._cdata not in before for made in whole):
-        made = [None if made is None else (made.shape, made.stride(), made.dtype) for made in whole]
+        made = [None if made is None else Shape.of_tensor(made) for made in whole]
         _shapes[key] = made if isinstance(result, tuple) else made[0]
     return result
 
@@ -471,10 +487,6 @@ def _flops(count: Any, args: Any, kwargs: Any, result: Any) -> float:
     if key not in _counted:
         _counted[key] = float(count(*args, **kwargs, out_val=result))
     return _counted[key]
-
-
-def _empty(shape: Any) -> torch.Tensor | None:
-    return None if shape is None else torch.empty_strided(shape[0], shape[1], dtype=shape[2], device=META)
 
 
 def _shape_key(value: Any) -> Any:

@@ -196,7 +196,7 @@ def folders(tmp_path_factory):
     (root / "ip" / "models").mkdir(parents=True)
     save_file({f"{part}.{key}": value for part, values in weights.items() for key, value in values.items()},
               root / "ip" / "models" / "ip.safetensors")
-    parts.image_encoder()[0].save_pretrained(root / "ip" / "models" / "image_encoder")
+    parts.image_encoder().save_pretrained(root / "ip" / "models" / "image_encoder")
     return root
 
 

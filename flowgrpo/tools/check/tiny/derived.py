@@ -14,6 +14,7 @@ import transformers
 
 from flowgrpo.tools.check.tiny import images, unets, videos
 from flowgrpo.tools.check.tiny.parts import (
+    READER,
     SIZE,
     TOKENS,
     WIDTH,
@@ -23,6 +24,7 @@ from flowgrpo.tools.check.tiny.parts import (
     autoencoder,
     awake,
     chat_tokenizer,
+    construct,
     flux2_vae,
     image,
     language_model,
@@ -31,7 +33,6 @@ from flowgrpo.tools.check.tiny.parts import (
     qwen3_vl,
     qwen_vae,
     shifted_scheduler,
-    silent,
     still_autoencoder,
     t5,
     tokenizer,
@@ -156,7 +157,7 @@ def _motion(parts: Parts) -> Parts:
 
 
 def _motif(parts: Parts) -> Parts:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = READER | {"num_hidden_layers": 1}
     config = transformers.T5Gemma2EncoderConfig(
         text_config=sizes | {"vocab_size": 600, "num_key_value_heads": 1, "head_dim": 8, "dropout_rate": 0.0,
                              "attention_dropout": 0.0},
@@ -293,7 +294,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     if name.endswith("Modular"):
         pipe: Pipeline = of_parts(cls, parts)
     else:
-        pipe = silent(cls(**{key: part for key, part in parts.items() if key in inspect.signature(cls).parameters}))
+        pipe = construct(cls, parts)
         for key, value in vars(like).items() if base else ():  # of templates and lengths
             if not key.startswith("_") and isinstance(value, (int, str, list)):
                 setattr(pipe, key, value)

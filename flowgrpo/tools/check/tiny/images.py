@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 
 from flowgrpo.tools.check.tiny.parts import (
+    READER,
     SIZE,
     TOKENS,
     VISION_TOKENS,
@@ -31,6 +32,7 @@ from flowgrpo.tools.check.tiny.parts import (
     language_model,
     lively,
     network,
+    of_tokens,
     qwen3_vl,
     qwen_processor,
     qwen_vae,
@@ -107,9 +109,7 @@ def hidream() -> Parts:
     denoiser = network(
         "HiDreamImageTransformer2DModel", patch_size=2, out_channels=4, attention_head_dim=8, caption_channels=[16, 16],
         text_emb_dim=32, num_routed_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(16, 16), llama_layers=[0, 1])
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        pad_token_id=tokens.pad_token_id, bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**READER, **of_tokens(tokens)))
     return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "vae": autoencoder(),
             **clip(projected=True), **clip("_2", projected=True), **t5("_3"), "text_encoder_4": llama,
             "tokenizer_4": tokens, "default_sample_size": 8}  # it scales every image to that area
@@ -206,10 +206,9 @@ def prx() -> Parts:
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
     tokens = tokenizer()
-    sizes: dict[str, Any] = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
-        "num_key_value_heads": 1, "layer_types": ["full_attention"], "dropout_rate": 0.0, "attention_dropout": 0.0}
-    config: Any = transformers.T5GemmaModuleConfig(vocab_size=len(tokens), pad_token_id=tokens.pad_token_id, **sizes)
+    config: Any = transformers.T5GemmaModuleConfig(
+        **READER | {"num_hidden_layers": 1}, head_dim=8, num_key_value_heads=1, layer_types=["full_attention"],
+        dropout_rate=0.0, attention_dropout=0.0, vocab_size=len(tokens), pad_token_id=tokens.pad_token_id)
     reader = T5GemmaEncoder(config)
     denoiser = network("PRXTransformer2DModel", hidden_size=16, axes_dim=[4, 4])
     return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "text_encoder": reader,

@@ -59,11 +59,18 @@ def assemble(name: str, parts: Callable[..., Parts], call: dict[str, Any],
     torch.manual_seed(seed)
     made = parts(**given)
     cls: Any = getattr(diffusers, name.partition(" ")[0])
-    taken = inspect.signature(cls).parameters
-    pipe = silent(cls(**{key: part for key, part in made.items() if key in taken}))
-    for key in made.keys() - taken.keys():
+    pipe = construct(cls, made)
+    for key in made.keys() - inspect.signature(cls).parameters.keys():
         setattr(pipe, key, made[key])
     return pipe, dict(call)
+
+
+def construct(cls: Any, parts: Parts) -> Pipeline:
+    """Build a pipeline of those of the parts that its class takes, without its progress bar."""
+    taken = inspect.signature(cls).parameters
+    pipe = cls(**{key: part for key, part in parts.items() if key in taken})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def factories(rows: dict[str, tuple[Any, ...]]) -> Factories:
@@ -79,13 +86,17 @@ def factory(made: Factories, name: str, **call: Any) -> Callable[[Callable[[], P
     return register
 
 
-def silent(pipe: Pipeline) -> Pipeline:
-    """Return the pipeline without its progress bar."""
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 # --- text encoders ---------------------------------------------------------------------------------------------------
+
+# Of configurations of transformers.
+READER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+MROPE: dict[str, Any] = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}
+
+
+def of_tokens(tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the values of a configuration that depend on the tokenizer."""
+    return {"vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.bos_token_id,
+            "eos_token_id": tokens.eos_token_id}
 
 
 def tokenizer(length: int = TOKENS) -> CLIPTokenizer:
@@ -115,9 +126,7 @@ def clip(place: str = "", length: int = TOKENS, projected: bool = False) -> Part
     kind: Any = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
     tokens = tokenizer(length)
     return {f"tokenizer{place}": tokens, f"text_encoder{place}": kind(transformers.CLIPTextConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        projection_dim=16, max_position_embeddings=length, bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id))}
+        **READER, **of_tokens(tokens), projection_dim=16, max_position_embeddings=length))}
 
 
 def t5(place: str = "", length: int = TOKENS, kind: str = "T5", vocabulary: int = 514) -> Parts:
@@ -131,9 +140,7 @@ def t5(place: str = "", length: int = TOKENS, kind: str = "T5", vocabulary: int 
 def language_model(tokens: PreTrainedTokenizerBase, kind: type | None = None) -> PreTrainedModel:
     """Return a two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
     return (kind or transformers.Qwen3Model)(transformers.Qwen3Config(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=1024, pad_token_id=tokens.pad_token_id,
-        bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
+        **READER, **of_tokens(tokens), num_key_value_heads=1, head_dim=8, max_position_embeddings=1024))
 
 
 def llama() -> PreTrainedModel:
@@ -142,9 +149,7 @@ def llama() -> PreTrainedModel:
 
 
 def llama_config() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        vocab_size=514, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
-        pad_token_id=0)
+    return transformers.LlamaConfig(**READER | {"num_hidden_layers": 3}, vocab_size=514, pad_token_id=0)
 
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -155,10 +160,9 @@ def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return a Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(token) for name, token in zip(names, VISION_TOKENS)}
-    text = {"vocab_size": len(tokens), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-            "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id,
-            "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}}
+    text = READER | {
+        "vocab_size": len(tokens), "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "rope_parameters": dict(MROPE)}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
               "fullatt_block_indexes": [1]}
     return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(
@@ -174,12 +178,10 @@ def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
 def qwen3_vl(tokens: PreTrainedTokenizerBase, kind: str = "Qwen3VLForConditionalGeneration", layers: int = 2
              ) -> PreTrainedModel:
     """Return a Qwen3-VL of width 16; kind: its class."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     return getattr(transformers, kind)(transformers.Qwen3VLConfig(
-        text_config=sizes | {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": 8,
-                             "vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id,
-                             "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default",
-                                                 "rope_theta": 1e4, "mrope_interleaved": True}},
+        text_config=READER | {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": 8,
+                              "vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id,
+                              "rope_parameters": MROPE | {"mrope_interleaved": True}},
         vision_config={"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 16,
                        "deepstack_visual_indexes": [0]}))
 
@@ -290,16 +292,17 @@ def dynamic_scheduler() -> Scheduler:
     return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
-def image_encoder() -> tuple[Any, Any]:
-    """Return a CLIP image encoder of images of 16 x 16 in patches of 8, and its processor."""
-    return transformers.CLIPVisionModelWithProjection(vision_config()), transformers.CLIPImageProcessor(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+def image_processor() -> Any:
+    return transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SIZE)
 
 
 def vision_config() -> transformers.CLIPVisionConfig:
-    return transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2, num_attention_heads=2,
-        image_size=16, patch_size=8)
+    return transformers.CLIPVisionConfig(**READER, projection_dim=16, image_size=16, patch_size=8)
+
+
+def image_encoder() -> PreTrainedModel:
+    """Return a CLIP image encoder of images of 16 x 16 in patches of 8."""
+    return transformers.CLIPVisionModelWithProjection(vision_config())
 
 
 def image(size: int = 16) -> Image.Image:

@@ -30,6 +30,7 @@ from flowgrpo.tools.check.tiny.parts import (
     flux_transformer,
     image,
     image_encoder,
+    image_processor,
     lively,
     network,
     still_autoencoder,
@@ -202,8 +203,7 @@ def sd3_controlnet() -> Parts:
 
 def ip_adapter(seed: int = 0) -> Pipeline:
     pipe = sd15(None, seed)
-    encoder, processor = image_encoder()
-    pipe.register_modules(image_encoder=encoder, feature_extractor=processor)
+    pipe.register_modules(image_encoder=image_encoder(), feature_extractor=image_processor())
     pipe.load_ip_adapter(ip_adapter_weights(pipe.unet), subfolder="", weight_name="")
     pipe.set_ip_adapter_scale(1.0)
     return pipe

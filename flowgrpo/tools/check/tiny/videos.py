@@ -13,6 +13,9 @@ import diffusers
 import transformers
 
 from flowgrpo.tools.check.tiny.parts import (
+    HALF_SIDE,
+    MROPE,
+    READER,
     SIZE,
     TOKENS,
     VIDEO,
@@ -25,6 +28,7 @@ from flowgrpo.tools.check.tiny.parts import (
     factories,
     factory,
     image_encoder,
+    image_processor,
     lively,
     llama,
     llama_config,
@@ -43,15 +47,9 @@ CALL = VIDEO | {"max_sequence_length": TOKENS}
 LARGE_CALL = CALL | {"height": 32, "width": 32}
 
 
-def multistep(shift: float) -> Scheduler:
-    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
-
-
 def image_vae() -> Network:
     """An autoencoder of images, which takes the frames one by one."""
-    return diffusers.AutoencoderKL(
-        block_out_channels=(4, 4), norm_num_groups=2, down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2)
+    return diffusers.AutoencoderKL(**HALF_SIDE | {"norm_num_groups": 2, "sample_size": 32})
 
 
 # --- HunyuanVideo, and SkyReels V1, which has its architecture; HunyuanVideo 1.5 -------------------------------------
@@ -71,30 +69,14 @@ def _hunyuan_parts() -> Parts:
             "tokenizer": tokenizer(), **clip("_2", 77)}  # the pipeline pads to this length
 
 
-HUNYUAN_CALL = CALL | {"prompt_template": {"template": "{}", "crop_start": 0}}
-
-
-@factory(FACTORIES, "HunyuanVideoPipeline", **HUNYUAN_CALL)
-def hunyuan() -> Parts:
-    """Guidance as an input of the transformer."""
-    return {"text_encoder": lively(llama()), "transformer": _hunyuan_transformer(), **_hunyuan_parts()}
-
-
-@factory(FACTORIES, "HunyuanSkyreelsImageToVideoPipeline", **HUNYUAN_CALL, image=video_image())
-def hunyuan_skyreels() -> Parts:
-    return {"text_encoder": lively(llama()), **_hunyuan_parts(),
-            "transformer": _hunyuan_transformer(in_channels=8, guidance_embeds=False)}
-
-
 @factory(FACTORIES, "HunyuanVideo15Pipeline", **VIDEO)
 def hunyuan15() -> Parts:
     """Two text encoders, and guidance in a part of its own, the guider."""
     tokens = chat_tokenizer()
     tokens.chat_template += "."  # the denoiser takes the mean of a prompt's tokens, also of an empty one's
     reader = transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, pad_token_id=tokens.pad_token_id,
-        rope_parameters={"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}))
+        **READER | {"num_hidden_layers": 3}, vocab_size=len(tokens), num_key_value_heads=2,
+        pad_token_id=tokens.pad_token_id, rope_parameters=dict(MROPE)))
     denoiser = network("HunyuanVideo15Transformer3DModel", in_channels=9, attention_head_dim=10, mlp_ratio=4.0,
                        image_embed_dim=8, rope_axes_dim=(2, 4, 4), target_size=16)
     vae = diffusers.AutoencoderKLHunyuanVideo15(
@@ -112,8 +94,7 @@ def hunyuan_image(kind: str) -> Parts:
     reader = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
         vision_config=vision_config(), text_config=llama_config(), **tokens))
     beside = kind == "latent_concat"
-    return {"text_encoder": lively(reader), **_hunyuan_parts(), "image_processor": transformers.CLIPImageProcessor(
-                size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+    return {"text_encoder": lively(reader), **_hunyuan_parts(), "image_processor": image_processor(),
             "transformer": _hunyuan_transformer(in_channels=9 if beside else 4, guidance_embeds=not beside,
                                                 image_condition_type=kind)}
 
@@ -191,7 +172,8 @@ def wan(channels: int = 4, kind: str = "Wan", shift: float = 3.0, experts: tuple
     """Of one transformer, or of experts of its configuration; options: of it."""
     denoisers = {name: lively(network(f"{kind}Transformer3DModel", attention_head_dim=12, num_layers=2,
                                       in_channels=channels, **options)) for name in experts}
-    return denoisers | {**t5(kind="UMT5"), "vae": wan_vae(), "scheduler": multistep(shift)}
+    return denoisers | {**t5(kind="UMT5"), "vae": wan_vae(), "scheduler": diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)}
 
 
 def wan22(channels: int = 4) -> Parts:
@@ -201,7 +183,7 @@ def wan22(channels: int = 4) -> Parts:
 
 def wan_clip(kind: str = "Wan", **options: Any) -> Parts:
     """Images are also encoded by CLIP."""
-    vision = dict(zip(("image_encoder", "image_processor"), image_encoder()))
+    vision = {"image_encoder": image_encoder(), "image_processor": image_processor()}
     return vision | wan(10, kind, 5.0, image_dim=16, added_kv_proj_dim=24, **options)
 
 
@@ -288,10 +270,17 @@ def sana() -> Parts:
 
 IMAGE = {"image": video_image()}
 FRAMES = SIZE | {"max_sequence_length": TOKENS}  # of calls that take their number from a video
+HUNYUAN_CALL = CALL | {"prompt_template": {"template": "{}", "crop_start": 0}}
 # Four image tokens stand in the text; the template is not cropped.
 HUNYUAN_IMAGE = CALL | IMAGE | {"prompt_template": {
     "template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}}
 FACTORIES |= factories({
+    # Guidance as an input of the transformer.
+    "HunyuanVideoPipeline": (lambda: {
+        "text_encoder": lively(llama()), "transformer": _hunyuan_transformer(), **_hunyuan_parts()}, HUNYUAN_CALL),
+    "HunyuanSkyreelsImageToVideoPipeline": (lambda: {
+        "text_encoder": lively(llama()), **_hunyuan_parts(),
+        "transformer": _hunyuan_transformer(in_channels=8, guidance_embeds=False)}, HUNYUAN_CALL | IMAGE),
     "HunyuanVideoImageToVideoPipeline": (partial(hunyuan_image, "latent_concat"), HUNYUAN_IMAGE | {
         "num_frames": 9}),  # four are cropped
     "HunyuanVideoImageToVideoPipeline (token_replace)": (partial(hunyuan_image, "token_replace"), HUNYUAN_IMAGE),
