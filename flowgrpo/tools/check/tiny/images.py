@@ -158,7 +158,7 @@ def hunyuan_image() -> Parts:
         spatial_compression_ratio=2, sample_size=16, scaling_factor=0.5)
     return {"scheduler": shifted_scheduler(), "vae": vae, "text_encoder": qwen_vl(tokens), "tokenizer": tokens,
             **t5("_2", vocabulary=400), "tokenizer_2": transformers.ByT5Tokenizer(), "transformer": lively(denoiser),
-            "guider": diffusers.AdaptiveProjectedMixGuidance(enabled=True), "tokenizer_max_length": TOKENS,
+            "guider": diffusers.AdaptiveProjectedMixGuidance(), "tokenizer_max_length": TOKENS,
             "tokenizer_2_max_length": TOKENS, "prompt_template_encode": "{}", "prompt_template_encode_start_idx": 0}
 
 

@@ -153,7 +153,7 @@ def llama_config() -> transformers.LlamaConfig:
 
 
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-SMALL: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}  # areas of images that processors leave
+SMALL: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}  # pixels of an image, as processors scale it
 
 
 def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -62,9 +62,7 @@ def _hunyuan_transformer(**options: Any) -> Network:
 
 def _hunyuan_parts() -> Parts:
     vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, down_block_types=("HunyuanVideoDownBlock3D",) * 4,
-        up_block_types=("HunyuanVideoUpBlock3D",) * 4, block_out_channels=(4,) * 4, layers_per_block=1,
-        norm_num_groups=2)
+        latent_channels=4, block_out_channels=(4,) * 4, layers_per_block=1, norm_num_groups=2)
     return {"vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
             "tokenizer": tokenizer(), **clip("_2", 77)}  # the pipeline pads to this length
 
@@ -80,8 +78,7 @@ def hunyuan15() -> Parts:
     denoiser = network("HunyuanVideo15Transformer3DModel", in_channels=9, attention_head_dim=10, mlp_ratio=4.0,
                        image_embed_dim=8, rope_axes_dim=(2, 4, 4), target_size=16)
     vae = diffusers.AutoencoderKLHunyuanVideo15(
-        latent_channels=4, block_out_channels=(32, 32, 32), layers_per_block=1, spatial_compression_ratio=4,
-        temporal_compression_ratio=4)
+        latent_channels=4, block_out_channels=(32, 32, 32), layers_per_block=1, spatial_compression_ratio=4)
     return {"text_encoder": lively(reader), "tokenizer": tokens, "transformer": lively(denoiser), "vae": vae,
             "scheduler": shifted_scheduler(), **t5("_2"),
             "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0), "prompt_template_encode_start_idx": 0,
@@ -131,21 +128,18 @@ def ltx2() -> Parts:
     registers = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in {
         "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}.items()}
     connectors = LTX2TextConnectors(
-        caption_channels=16, text_proj_in_factor=4, connector_rope_base_seq_len=32, rope_theta=10000.0,
-        rope_double_precision=False, causal_temporal_positioning=False, rope_type="split", **registers)
+        caption_channels=16, text_proj_in_factor=4, connector_rope_base_seq_len=32, rope_double_precision=False,
+        rope_type="split", **registers)
     vae: Network = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
         decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
         decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_residual=(False,),
-        upsample_factor=(1,), timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
-        decoder_causal=False)
+        upsample_factor=(1,), patch_size=1, decoder_causal=False)
     vae.use_framewise_encoding = vae.use_framewise_decoding = False
     sound = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=4, output_channels=2, ch_mult=(1,), num_res_blocks=1, attn_resolutions=None, in_channels=2,
-        resolution=32, latent_channels=2, norm_type="pixel", causality_axis="height", dropout=0.0,
-        mid_block_add_attention=False, sample_rate=16000, mel_hop_length=160, is_causal=True, mel_bins=8)
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8)
     vocoder = LTX2Vocoder(
-        in_channels=16, hidden_channels=8, out_channels=2, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+        in_channels=16, hidden_channels=8, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
         resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000)
     return {"transformer": lively(denoiser), "connectors": connectors, "vae": vae, "audio_vae": sound,
             "vocoder": vocoder, "text_encoder": lively(llama()), "tokenizer": tokenizer(),
@@ -193,8 +187,8 @@ def wan_clip(kind: str = "Wan", **options: Any) -> Parts:
 def cogvideox(channels: int = 4, scheduler: str = "CogVideoXDPMScheduler", shift: float = 1.0) -> Parts:
     """v-prediction; the scheduler is that of the 5B checkpoint (DPM)."""
     vae = diffusers.AutoencoderKLCogVideoX(
-        latent_channels=4, down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(4,) * 4, layers_per_block=1, norm_num_groups=2, sample_height=16, sample_width=16)
+        latent_channels=4, block_out_channels=(4,) * 4, layers_per_block=1, norm_num_groups=2, sample_height=16,
+        sample_width=16)
     denoiser = network("CogVideoXTransformer3DModel", in_channels=channels, time_embed_dim=8, num_layers=2,
                        sample_frames=9, patch_size=1, max_text_seq_length=TOKENS, use_rotary_positional_embeddings=True)
     return {"transformer": lively(denoiser), "vae": vae, **t5(), "scheduler": getattr(diffusers, scheduler)(
@@ -221,7 +215,6 @@ def allegro() -> Parts:
     denoiser = network("AllegroTransformer3DModel", attention_head_dim=12, num_layers=2, cross_attention_dim=24,
                        sample_width=8, sample_height=8, sample_frames=8)
     vae: Network = diffusers.AutoencoderKLAllegro(
-        down_block_types=("AllegroDownBlock3D",) * 4, up_block_types=("AllegroUpBlock3D",) * 4,
         block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=2, sample_size=16)
     vae.kernel = vae.stride = (8, 16, 16)  # one tile
     vae.enable_tiling()
