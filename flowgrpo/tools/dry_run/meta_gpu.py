@@ -445,7 +445,8 @@ class MetaGPU(TorchDispatchMode):
             self.hold([result])
             self.values.set(result, source)
             return result
-        self.values.forget(args[0]) if name == "copy_" else None
+        if name == "copy_":
+            self.values.forget(args[0])
         return None
 
 
