@@ -58,55 +58,52 @@ class Family:
 FUSED = {"kv_proj": "kv", "linear1": "qkvm", "qkv": "qkv", "qkv_x": "qkv", "qkv_y": "qkv"}  # parts by the name's end
 
 
+def rules(start: str, to: str, names: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Expressions for diffusers' names that begin with `start`, and the original ones, which begin with `to`."""
+    return tuple((start + pattern, to + name) for pattern, name in names.items())
+
+
 def joint(blocks: str, first: str, second: str, up: str, down: str, first_mlp: str, second_mlp: str
           ) -> tuple[tuple[str, str], ...]:
     """Rules of blocks with two streams of fused attention. up, down: layers of an MLP."""
-    start, to = rf"{blocks}\.(\d+)\.", r"\1."
-    return ((start + r"attn\.to_([qkv])", to + first + r".qkv|\2"),
-            (start + r"attn\.add_([qkv])_proj", to + second + r".qkv|\2"),
-            (start + r"attn\.to_out\.0", to + first + ".proj"), (start + r"attn\.to_add_out", to + second + ".proj"),
-            (start + r"ff\.net\.0\.proj", to + first_mlp + up), (start + r"ff\.net\.2", to + first_mlp + down),
-            (start + r"ff_context\.net\.0\.proj", to + second_mlp + up),
-            (start + r"ff_context\.net\.2", to + second_mlp + down))
+    return rules(r"transformer_blocks\.(\d+)\.", rf"{blocks}.\1.", {
+        r"attn\.to_([qkv])": first + r".qkv|\2", r"attn\.add_([qkv])_proj": second + r".qkv|\2",
+        r"attn\.to_out\.0": first + ".proj", r"attn\.to_add_out": second + ".proj",
+        r"ff\.net\.0\.proj": first_mlp + up, r"ff\.net\.2": first_mlp + down,
+        r"ff_context\.net\.0\.proj": second_mlp + up, r"ff_context\.net\.2": second_mlp + down})
 
 
-def _below(prefix: str, rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    return tuple((pattern, f"{prefix}.{replacement}") for pattern, replacement in rules)
-
-
-DOUBLE = _below("double_blocks", joint("transformer_blocks", "img_attn", "txt_attn", ".0", ".2", "img_mlp", "txt_mlp"))
-SINGLE = ((r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])", r"single_blocks.\1.linear1|\2"),
-          (r"single_transformer_blocks\.(\d+)\.proj_mlp", r"single_blocks.\1.linear1|m"),
-          (r"single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"))
-REFINER = tuple((r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\." + pattern,
-                 r"txt_in.individual_token_refiner.blocks.\1." + name) for pattern, name in (
-    (r"attn\.to_([qkv])", r"self_attn.qkv|\2"), (r"attn\.to_out\.0", "self_attn.proj"),
-    (r"ff\.net\.0\.proj", "mlp.0"), (r"ff\.net\.2", "mlp.2")))
-SD3 = (*_below("joint_blocks", joint("transformer_blocks", "x_block.attn", "context_block.attn", ".fc1", ".fc2",
-                                     "x_block.mlp", "context_block.mlp")),
-       (r"transformer_blocks\.(\d+)\.attn2\.to_([qkv])", r"joint_blocks.\1.x_block.attn2.qkv|\2"),
-       (r"transformer_blocks\.(\d+)\.attn2\.to_out\.0", r"joint_blocks.\1.x_block.attn2.proj"))
-WAN = tuple((r"(blocks|vace_blocks)\.(\d+)\." + pattern, r"\1.\2." + name) for pattern, name in (
-    (r"attn1\.to_([qkv])", r"self_attn.\3"), (r"attn1\.to_out\.0", "self_attn.o"),
-    (r"attn2\.to_([qkv])", r"cross_attn.\3"), (r"attn2\.to_out\.0", "cross_attn.o"),
-    (r"attn2\.add_([kv])_proj", r"cross_attn.\3_img"), (r"ffn\.net\.0\.proj", "ffn.0"), (r"ffn\.net\.2", "ffn.2"),
-    (r"proj_in", "before_proj"), (r"proj_out", "after_proj")))
-LUMINA = tuple((r"(layers|noise_refiner|context_refiner)\.(\d+)\." + pattern, r"\1.\2." + name) for pattern, name in (
-    (r"attn\.to_([qkv])", r"attention.qkv|\3"), (r"attn\.to_out\.0", "attention.out"),
-    (r"feed_forward\.linear_([123])", r"feed_forward.w\3")))
-HUNYUAN_DIT = tuple((r"blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
-    (r"attn1\.to_([qkv])", r"attn1.Wqkv|\2"), (r"attn2\.to_q", "attn2.q_proj"),
-    (r"attn2\.to_([kv])", r"attn2.kv_proj|\2"), (r"(attn[12])\.to_out\.0", r"\2.out_proj"),
-    (r"ff\.net\.0\.proj", "mlp.fc1"), (r"ff\.net\.2", "mlp.fc2"), (r"skip_linear", "skip_linear")))
-MOCHI = tuple((r"transformer_blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
-    (r"attn1\.to_([qkv])", r"attn.qkv_x|\2"), (r"attn1\.add_([qkv])_proj", r"attn.qkv_y|\2"),
-    (r"attn1\.to_out\.0", "attn.proj_x"), (r"attn1\.to_add_out", "attn.proj_y"),
-    (r"ff\.net\.2", "mlp_x.w2"), (r"ff_context\.net\.2", "mlp_y.w2"))) + (
-    (r"time_embed\.pooler\.(to_q|to_kv|to_out)", r"t5_y_embedder.\1"),)
-COSMOS = tuple((r"transformer_blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
-    (r"attn1\.to_([qkv])", r"self_attn.\2_proj"), (r"attn1\.to_out\.0", "self_attn.output_proj"),
-    (r"attn2\.to_([qkv])", r"cross_attn.\2_proj"), (r"attn2\.to_out\.0", "cross_attn.output_proj"),
-    (r"ff\.net\.0\.proj", "mlp.layer1"), (r"ff\.net\.2", "mlp.layer2")))
+DOUBLE = joint("double_blocks", "img_attn", "txt_attn", ".0", ".2", "img_mlp", "txt_mlp")
+SINGLE = rules(r"single_transformer_blocks\.(\d+)\.", r"single_blocks.\1.", {
+    r"attn\.to_([qkv])": r"linear1|\2", "proj_mlp": "linear1|m", "proj_out": "linear2"})
+REFINER = rules(
+    r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\.", r"txt_in.individual_token_refiner.blocks.\1.", {
+        r"attn\.to_([qkv])": r"self_attn.qkv|\2", r"attn\.to_out\.0": "self_attn.proj",
+        r"ff\.net\.0\.proj": "mlp.0", r"ff\.net\.2": "mlp.2"})
+SD3 = joint("joint_blocks", "x_block.attn", "context_block.attn", ".fc1", ".fc2", "x_block.mlp", "context_block.mlp"
+            ) + rules(r"transformer_blocks\.(\d+)\.attn2\.", r"joint_blocks.\1.x_block.attn2.", {
+                r"to_([qkv])": r"qkv|\2", r"to_out\.0": "proj"})
+WAN = rules(r"(blocks|vace_blocks)\.(\d+)\.", r"\1.\2.", {
+    r"attn1\.to_([qkv])": r"self_attn.\3", r"attn1\.to_out\.0": "self_attn.o",
+    r"attn2\.to_([qkv])": r"cross_attn.\3", r"attn2\.to_out\.0": "cross_attn.o",
+    r"attn2\.add_([kv])_proj": r"cross_attn.\3_img", r"ffn\.net\.0\.proj": "ffn.0", r"ffn\.net\.2": "ffn.2",
+    "proj_in": "before_proj", "proj_out": "after_proj"})
+LUMINA = rules(r"(layers|noise_refiner|context_refiner)\.(\d+)\.", r"\1.\2.", {
+    r"attn\.to_([qkv])": r"attention.qkv|\3", r"attn\.to_out\.0": "attention.out",
+    r"feed_forward\.linear_([123])": r"feed_forward.w\3"})
+HUNYUAN_DIT = rules(r"blocks\.(\d+)\.", r"blocks.\1.", {
+    r"attn1\.to_([qkv])": r"attn1.Wqkv|\2", r"attn2\.to_q": "attn2.q_proj", r"attn2\.to_([kv])": r"attn2.kv_proj|\2",
+    r"(attn[12])\.to_out\.0": r"\2.out_proj", r"ff\.net\.0\.proj": "mlp.fc1", r"ff\.net\.2": "mlp.fc2",
+    "skip_linear": "skip_linear"})
+MOCHI = rules(r"transformer_blocks\.(\d+)\.", r"blocks.\1.", {
+    r"attn1\.to_([qkv])": r"attn.qkv_x|\2", r"attn1\.add_([qkv])_proj": r"attn.qkv_y|\2",
+    r"attn1\.to_out\.0": "attn.proj_x", r"attn1\.to_add_out": "attn.proj_y", r"ff\.net\.2": "mlp_x.w2",
+    r"ff_context\.net\.2": "mlp_y.w2"}) + rules(r"time_embed\.pooler\.", "t5_y_embedder.", {
+        "(to_q|to_kv|to_out)": r"\1"})
+COSMOS = rules(r"transformer_blocks\.(\d+)\.", r"blocks.\1.", {
+    r"attn1\.to_([qkv])": r"self_attn.\2_proj", r"attn1\.to_out\.0": "self_attn.output_proj",
+    r"attn2\.to_([qkv])": r"cross_attn.\2_proj", r"attn2\.to_out\.0": "cross_attn.output_proj",
+    r"ff\.net\.0\.proj": "mlp.layer1", r"ff\.net\.2": "mlp.layer2"})
 LTX = ((r"(transformer_blocks\.\d+\.(?:(?:audio_)?(?:attn[12]|ff)|audio_to_video_attn|video_to_audio_attn)\..+)",
         r"\1"),)
 FAMILIES = {

@@ -156,8 +156,8 @@ def hashes(run: Path) -> str:
     return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+def _table(rows: Sequence[Sequence[str]], align: Sequence[str] = ()) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], align or ["---"] * len(rows[0]), *rows[1:]])
 
 
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
@@ -292,8 +292,7 @@ def has_lora(config: Config, run: Path) -> bool:
 def results(config: Config, summary: dict[str, Any]) -> str:
     """Table of held-out means, with intervals where the run has them, and what they are means of."""
     evaluation, compared = summary["evaluation"], summary.get("compared", {})
-    heads = ["reward", "before", "after", "change", "trained on"]
-    lines = [heads, ["---", "---:", "---:", "---:", "---"]]
+    lines = [["reward", "before", "after", "change", "trained on"]]
     for name, before in summary["before"].items():
         if name in compared:
             of_all = compared[name][ALL]
@@ -306,7 +305,7 @@ def results(config: Config, summary: dict[str, Any]) -> str:
             digits = decimals([before, after], [change])
             row = [format_value(before, digits), format_value(after, digits), format_value(change, digits, "+")]
         lines.append([markdown(name), *row, "yes" if name in config.rewards else "no"])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = _table(lines, ["---", "---:", "---:", "---:", "---"])
     methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
     scheduler = "" if summary["unit"] == TOKENS else ", with the pipeline's own scheduler"
     intervals = f" 95 % intervals: {', '.join(methods)}." if methods else ""

@@ -101,7 +101,7 @@ def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, 
 
 def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]]) -> list[str]:
     index = _index(config)
-    cls = _class(index)
+    cls = modular.class_of(index.get("_class_name"))
     imports, made = _making(config, index, cls)
     accepted = list(call_parameters(cls)) if cls else []
     embedded = _embeds_guidance(config, index)
@@ -286,13 +286,9 @@ def _embeds_guidance(config: Config, index: dict[str, Any]) -> bool:
     return any(read_object(file, LOADED).get("guidance_embeds") for file in files if file.is_file())
 
 
-def _class(index: dict[str, Any]) -> Any:
-    return modular.class_of(index.get("_class_name"))
-
-
 def task(config: Config, sample: str, brought: Sequence[tuple[str, str]]) -> str:
     """Hub's name of a model's task. sample: name of a sample. brought: what the first prompt brings."""
-    keys, cls = {key for key, _ in brought}, _class(_index(config))
+    keys, cls = {key for key, _ in brought}, modular.class_of(_index(config).get("_class_name"))
     sample = "clip" if cls and is_video(cls) else sample
     if not keys and cls and prompt_inputs.needs_image(cls):
         keys = {"image"}

@@ -68,13 +68,11 @@ def _number(text: str) -> float:
 def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:
     try:
         record = decode(line.decode())
-        if isinstance(record, dict) and all(isinstance(record.get(key), (int, float)) for key in numbers):
-            wrong = [key for key, value in record.items() if key.startswith(GROUPS) and
-                     not isinstance(value, (int, float, NoneType))]
-            if not wrong:
-                return record
-            raise ValueError(f"{wrong[0]} is {str(record[wrong[0]])[:60]!r}, expected a number")
-        why = f"expected an object with numbers under {', '.join(numbers)}"
+        if not isinstance(record, dict) or not all(isinstance(record.get(key), (int, float)) for key in numbers):
+            raise ValueError(f"expected an object with numbers under {', '.join(numbers)}")
+        for key, value in record.items():
+            if key.startswith(GROUPS) and not isinstance(value, (int, float, NoneType)):
+                raise ValueError(f"{key} is {str(value)[:60]!r}, expected a number")
+        return record
     except (ValueError, RecursionError) as error:
-        why = str(error)
-    raise UserError(f"{path}, line {number}: damaged ({why}): remove that line")
+        raise UserError(f"{path}, line {number}: damaged ({error}): remove that line") from None

@@ -11,16 +11,12 @@ from pathlib import Path
 from flowgrpo.storage import atomic
 
 MANIFEST = "manifest.json"
-BLOCK = 2**22  # bytes read at once
 
 
 def sha256(file: Path) -> str:
     """In hexadecimal digits."""
-    hashed = hashlib.sha256()
     with file.open("rb") as opened:
-        while block := opened.read(BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write(folder: Path) -> None:

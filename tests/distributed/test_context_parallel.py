@@ -17,7 +17,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.policies.pipelines import attention
-from flowgrpo.tools.check.tiny.video_families import wan
+from flowgrpo.tools.check.tiny import make
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
 from tests.helpers import tiny
@@ -41,7 +41,7 @@ def bright(images, prompts):
 
 def trained(case: str, members: int = 1, shard: bool = False, epochs: int = 2):
     """A trainer of a tiny Wan after two epochs, and their metrics."""
-    pipe, call = wan()
+    pipe, call = make("WanPipeline")
     settings = SMALL | (CASES | SHARDED)[case] | dict(memory__context_parallel=members, memory__shard=shard)
     bright.seen = 0
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_team_trains_as_one_process(case, folder):
     trainer, whole_metrics = alone(case)
-    weights, (other, call) = trainer.policy.weights.snapshot(), wan()
+    weights, (other, call) = trainer.policy.weights.snapshot(), make("WanPipeline")
     start = tiny.policy(other, call=call).weights.snapshot()
     assert max((weights[key] - start[key]).abs().max() for key in weights) > 1e-4
     exact = 1e-6 if case == "mix_grpo" else 1e-4  # Adam scales the rounding of a gradient that is near zero
@@ -173,7 +173,7 @@ def test_teams_divide_the_processes():
 def no_plan(folder: Path) -> None:
     """Ask for what diffusers cannot split, in two processes."""
     processes, told = Processes(Accelerator(cpu=True)), []
-    for pipe, members, size in [(tiny.sd3(), 2, 8), (wan()[0], 4, 8), (wan()[0], 2, 2)]:
+    for pipe, members, size in [(tiny.sd3(), 2, 8), (make("WanPipeline")[0], 4, 8), (make("WanPipeline")[0], 2, 2)]:
         try:
             with mock.patch("torch.accelerator.device_count", return_value=1):
                 attention.enable([pipe.transformer], members, torch.device("cpu"))

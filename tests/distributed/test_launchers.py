@@ -20,7 +20,7 @@ from flowgrpo.distributed import launchers
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.run import run
-from flowgrpo.tools.check.tiny.video_families import wan
+from flowgrpo.tools.check.tiny import make
 from flowgrpo.training import checks
 from tests.helpers import tiny, tiny_text
 from tests.helpers.forked import Forked
@@ -116,7 +116,7 @@ def bright(videos, prompts):
 
 def trained(folder: Path) -> tuple:
     """A tiny Wan that a run in a folder has aligned, and its configuration; the launcher says how it is spread."""
-    pipe, call = wan()
+    pipe, call = make("WanPipeline")
     config = tiny.config(folder, model="tiny", method="mix_grpo", parts={"plan": {"size": 2}}, reward="bright",
                          image__call=call, train__steps=4, train__lr=1e-3, eval__steps=2, eval__prompts=1)
     run(config, pipe=pipe, functions={"bright": bright}, prompts=[Prompt(text) for text in tiny.PROMPTS])

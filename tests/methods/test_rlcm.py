@@ -12,7 +12,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers import kernels
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.tools.check.tiny.unets import lcm_sd15
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 STEPS, GUIDANCE = 4, 8.0
@@ -21,7 +21,7 @@ F64 = torch.float64
 
 def latent_consistency(**options):
     """A policy over the tiny LatentConsistencyModelPipeline, at the guidance scale that it was given."""
-    return tiny.stir(tiny.policy(lcm_sd15(), guidance=GUIDANCE, call={}, **options))
+    return tiny.stir(tiny.policy(make("LatentConsistencyModelPipeline")[0], guidance=GUIDANCE, call={}, **options))
 
 
 def flow_consistency(**options):

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,11 @@ def _build_reward(label: str, rule: WatchRule) -> Any:
     name = rule.use or label
     if ALIASES.get(name, name) not in BUILT_IN:
         return None
-    try:
-        with lazily(), relabel_errors(label, rule.use):
-            return find(name, dict(rule.args))
-    except UserError:
-        try:
-            return locate(name)
-        except UserError:  # said by the run itself, with what is wrong
-            return None
+    with suppress(UserError), lazily(), relabel_errors(label, rule.use):
+        return find(name, dict(rule.args))
+    with suppress(UserError):  # said by the run itself, with what is wrong
+        return locate(name)
+    return None
 
 
 def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, bool, float | None, str]]:
@@ -229,12 +227,10 @@ def choose_files(files: Iterable[File], weights: bool = True, variant: str | Non
                     and file.name.rpartition(".")[2] in ("json", "txt", "model", "jinja", "tiktoken", "jsonl"))
         if not weights or (pipeline and not folder):
             continue
-        for kinds in ((".safetensors",), (".bin", ".pt", ".pth")):
-            if of_kind := [file for file in own if file.name.endswith(kinds)]:
-                plain = [file for file in of_kind if not VARIANT.search(file.name)]
-                varied = [file for file in of_kind if variant and f".{variant}" in file.name]
-                yield from varied or plain
-                break
+        of_kind = [file for file in own if file.name.endswith(".safetensors")] or [
+            file for file in own if file.name.endswith((".bin", ".pt", ".pth"))]
+        varied = [file for file in of_kind if variant and f".{variant}" in file.name]
+        yield from varied or (file for file in of_kind if not VARIANT.search(file.name))
 
 
 # --- downloads -------------------------------------------------------------------------------------------------------

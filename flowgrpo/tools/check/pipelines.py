@@ -5,9 +5,9 @@ Language models: language.py.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,14 +17,16 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts
+from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, few_steps, probes
-from flowgrpo.policies.pipelines.call import SCHEDULE
+from flowgrpo.policies.pipelines.call import SCHEDULE, silence_warnings
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, MASKED, names
 from flowgrpo.policies.policy import resolve_precision
@@ -33,13 +35,49 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import prediction
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.tools.check import loading, replays
+from flowgrpo.starter import FOLDERS
+from flowgrpo.tools.check import replays, tiny
 from flowgrpo.tools.check.replays import GROUP, RANK
 from flowgrpo.training import memory, reward_memory
 
 PROMPT = "a red circle"
 SIDE = 512  # pixels of a stand-in image where the call states no size
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
+LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub id
+
+
+class Unknown(UserError):
+    """Error: the model is not available, so nothing can be reported."""
+
+
+def load_model(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    """Load the pipeline in the recipe's precision; return it with the arguments of its call."""
+    known = tiny.factories()
+    if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
+        return _read(model, config)
+    import diffusers
+
+    if model not in known and hasattr(diffusers, model):
+        refuse(getattr(diffusers, model))
+        raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "
+                      "hub id of such a pipeline")
+    close = difflib.get_close_matches(model, [*known, *FOLDERS], n=1, cutoff=LIKE)
+    if model not in known and not model.endswith("Pipeline") and not close:
+        return _read(model, config)
+    pipe, call = tiny.make(model)
+    with silence_warnings():  # warnings about modules that loading, unlike casting, would keep in fp32
+        return pipe.to(DTYPES[config.precision]), call
+
+
+def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load, checker=False)
+    return pipe, config.model_copy(update={"model": model}).call
+
+
+def refuse(cls: type) -> None:
+    """Raise UserError for a pipeline class that cannot be driven with any weights."""
+    if not hasattr(cls, "encode_prompt"):
+        raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
 
 def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
@@ -48,7 +86,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
     method = options.check_method(config, build.PIPELINE, device)
-    pipe, call = loading.load(model, config) if isinstance(model, str) else model
+    pipe, call = load_model(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.weights_gib(pipe.components.values()),
                "few_steps": None}
@@ -56,7 +94,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     if facts.why is not None:
         fitting = few_steps.few_step_config(Config(), facts)
         result["few_steps"] = f"{facts.why}; defaults: {few_steps.describe_changes(Config(), fitting)}"
-    loading.refuse(type(pipe))
+    refuse(type(pipe))
     replays.require_whole(pipe.components)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
@@ -78,7 +116,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     train = config.train
     probes.require_middle(policy, conditioning, recipe is None or probes.goes_on(method, method.explorations(
         shift_grid(train.steps, train.shift), train.group, train.shift, 0, config.seed)))
-    replays.require_equal(policy, result)
+    replays.require_equal(policy.exact, result, ", and try without train.checkpointing" * bool(policy.checkpointing))
     if policy.dtype == torch.float32 and not config.adapter.dora:
         replays.check_gradient(policy, conditioning, result)
     with TemporaryDirectory() as folder:
@@ -129,12 +167,16 @@ def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     """Describe the pipeline's guidance: the denoiser calls of a step at scale 4, compared with scale 1 (or 0 if that
     turns it off)."""
-    rows, (grid, timesteps) = {}, probes.few_steps(policy, 2)
-    for policy.guidance in (4.0, 0.0, 1.0):
-        rejects = () if policy.guidance else (ValueError,)  # some pipelines take no scale below 1, at which it is off
-        with _count_batches(policy) as batches, suppress(*rejects):
-            policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-        rows[policy.guidance] = batches
+    rows, (grid, timesteps) = dict[float, list[int]](), probes.few_steps(policy, 2)  # rows of each call, by scale
+    with ExitStack() as hooks:
+        for module in policy.denoisers.values():
+            hooks.enter_context(module.register_forward_hook(
+                lambda _, args, kwargs, out: rows[policy.guidance].append(len(out[0])), with_kwargs=True))
+        for policy.guidance in (4.0, 0.0, 1.0):
+            rows[policy.guidance] = []
+            rejects = () if policy.guidance else (ValueError,)  # some pipelines take no scale below 1, where it is off
+            with suppress(*rejects):
+                policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]) or math.inf)
     if SCHEDULE in policy.accepts:
         return "by a second denoiser, in every step"
@@ -146,19 +188,6 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     return calls if off else f"{calls}, off at 0"
 
 
-@contextmanager
-def _count_batches(policy: PipelinePolicy) -> Iterator[list[int]]:
-    """Context manager: append the batch size of every denoiser call to the list."""
-    batches: list[int] = []
-    hooks = [module.register_forward_hook(lambda _, args, kwargs, out: batches.append(len(out[0])), with_kwargs=True)
-             for module in policy.denoisers.values()]
-    try:
-        yield batches
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
     """Return the cost of the recipe's first epoch, or of one of MixGRPO's without a recipe. Empty for a method that
     samples no groups."""
@@ -166,13 +195,13 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
         train = recipe.train
         if recipe.preferences or method.target.follows_reward:
             return {}
-        of = method.explorations(shift_grid(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
-        images = sum(exploration.group for exploration in of)
-        alone, shared = (count(of, 1) / images for count in (cost.alone, cost.rollout))
-        return {"evaluations_per_sample": round(alone, 2), "evaluations_per_sample_shared": round(shared, 2)}
-    method, grid = mix_grpo(), shift_grid(STEPS, 3.0)
-    places = range(STEPS - method.rollout.plan.size)
-    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
-    alone, shared = (sum(count(exploration, 1) for exploration in explorations) / (len(places) * SAMPLES)
-                     for count in (cost.alone, cost.rollout))
-    return {"evaluations_per_sample": round(alone, 2), "evaluations_per_sample_shared": round(shared, 2)}
+        epochs = [method.explorations(shift_grid(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)]
+        images = sum(exploration.group for exploration in epochs[0])
+    else:
+        method = mix_grpo()
+        plan = method.rollout.plan
+        epochs = [method.explorations(shift_grid(STEPS, 3.0), SAMPLES, 3.0, place * plan.every, 0)
+                  for place in range(STEPS - plan.size)]
+        images = len(epochs) * SAMPLES
+    return {key: round(sum(count(explorations, 1) for explorations in epochs) / images, 2) for key, count in (
+        ("evaluations_per_sample", cost.alone), ("evaluations_per_sample_shared", cost.rollout))}

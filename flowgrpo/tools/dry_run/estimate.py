@@ -223,26 +223,31 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     for feature in rare:
         feature.count(phases, calls, shape.prompts / few)
     # Rewards are added last: they run on the device beside the policy, unless they leave it.
-    estimate = Estimate(phases, reward_bytes(config),
-                        _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
     away = {"encode": config.memory.encoders == "ahead" or config.memory.rewards == "cpu",
             "update": config.memory.rewards == "cpu" and not isinstance(trainer.method.target, RewardGradient)}
-    estimate = replace(estimate, away=frozenset(phase for phase, empty in away.items() if empty))
+    estimate = Estimate(phases, reward_bytes(config), _each(calls.step_waits, calls.steps),
+                        _each(replay_waits, calls.replays),
+                        away=frozenset(phase for phase, empty in away.items() if empty))
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 
+def with_precision(config: Config, wrong: dict[str, bool], of: str = "") -> Config:
+    """Recipe with a precision. wrong: by name, whether what a dry run does not cover applies. Raises UserError for it.
+    """
+    for name, applies in (wrong | {"precision: fp16 (say bf16)": config.precision == "fp16"}).items():
+        if applies:
+            raise UserError(f"a dry run{of} does not cover {name}: leave --gpu out")
+    return config.model_copy(update={"precision": "bf16"}) if config.precision == AUTO else config
+
+
 def _prepare_recipe(config: Config) -> Config:
-    """Recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
-    if config.precision == AUTO:
-        config = config.model_copy(update={"precision": "bf16"})
+    """Recipe with a precision and its largest size."""
     wrong = {"language models": kind(config) != PIPELINE, "adapter.dora": config.adapter.dora,
              "memory.context_parallel": config.memory.context_parallel > 1,
              "trained text encoders": "adapted" in config.parts, "train.pack": config.train.pack,
              "supervised terms (parts.data)": bool(config.parts.get("data")),
-             "recorded pairs (preferences)": config.preferences is not None,
-             "precision: fp16 (say bf16)": config.precision == "fp16"}
-    for name in (name for name, applies in wrong.items() if applies):
-        raise UserError(f"a dry run does not cover {name}: leave --gpu out")
+             "recorded pairs (preferences)": config.preferences is not None}
+    config = with_precision(config, wrong)
     if not config.image.sizes:
         return config
     height, width = max(config.image.sizes, key=math.prod)

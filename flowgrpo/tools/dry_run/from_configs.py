@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,22 +56,15 @@ def like(pipe: Any) -> Any:
     return twin
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: modules are made on the meta device in this dtype."""
+def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """Model as diffusers loads it: some of its modules stay in fp32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with META:
-            yield
+            module = kind.from_config(config)
     finally:
         torch.set_default_dtype(before)
-
-
-def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """Model as diffusers loads it: some of its modules stay in fp32."""
-    with _default_dtype(dtype):
-        module = kind.from_config(config)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
     for key, parameter in module.named_parameters():
         if any(name in key.split(".") for name in kept):

@@ -11,11 +11,13 @@ import bisect
 import contextlib
 import itertools
 import sys
+import traceback
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +153,22 @@ class Phase:
         self.traffic += other.traffic
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Shape, strides and dtype of a tensor, which hold no memory."""
+
+    size: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of_tensor(tensor: torch.Tensor) -> Shape:
+        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
+
+
 _tensor, _cast = torch.tensor, torch.autocast
 
 
@@ -180,18 +198,12 @@ class MetaGPU(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         """Context manager: count; attention and RMS normalisation are single kernels, tensors of host values are
         copied, and autocast has the operations of CUDA's."""
-        stock: Any = torch
-        functional: Any = F
         with META:  # the first context of a device fixes which functions obey it: those of torch, not these
             torch.empty(0)
-        before = F.scaled_dot_product_attention, F.rms_norm, torch.tensor, torch.autocast
-        functional.scaled_dot_product_attention, functional.rms_norm = self._attention, kernels.rms_norm
-        stock.tensor, stock.autocast = from_host, self._autocast
-        try:
-            with torch.autograd.set_multithreading_enabled(False), self._checkpoints(), self:
-                yield
-        finally:
-            functional.scaled_dot_product_attention, functional.rms_norm, stock.tensor, stock.autocast = before
+        with patch.multiple(F, scaled_dot_product_attention=self._attention, rms_norm=kernels.rms_norm), \
+                patch.multiple(torch, tensor=from_host, autocast=self._autocast), \
+                torch.autograd.set_multithreading_enabled(False), self._checkpoints(), self:
+            yield
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
                    ) -> torch.Tensor:
@@ -209,20 +221,19 @@ class MetaGPU(TorchDispatchMode):
         """Context manager: torch's checkpointing restores the pretended autocast in a recomputed forward, as CUDA's.
         Inside a backward no mode of functions is active."""
         stock: Any = torch
-        before = stock.amp.is_autocast_available, stock.is_autocast_enabled, stock.get_autocast_dtype
-        own, cast = META.type, stock.amp.autocast
-        stock.amp.is_autocast_available = lambda kind: kind == own or before[0](kind)
-        stock.is_autocast_enabled = lambda *kind: self.autocast is not None if kind == (own,) else before[1](*kind)
-        stock.get_autocast_dtype = lambda kind: (self.autocast.dtype if self.autocast else torch.bfloat16
-                                                 ) if kind == own else before[2](kind)
-        stock.amp.autocast = lambda device_type, dtype=None, enabled=True, cache_enabled=None: (
-            autocast(self, dtype or torch.bfloat16, enabled) if device_type == own
-            else cast(device_type, dtype, enabled, cache_enabled))
-        try:
+        own, cast, available = META.type, stock.amp.autocast, stock.amp.is_autocast_available
+        enabled, dtype_of = stock.is_autocast_enabled, stock.get_autocast_dtype
+        with patch.multiple(
+            torch, is_autocast_enabled=lambda *kind: self.autocast is not None if kind == (own,) else enabled(*kind),
+            get_autocast_dtype=lambda kind: dtype_of(kind) if kind != own
+            else self.autocast.dtype if self.autocast else torch.bfloat16,
+        ), patch.multiple(
+            torch.amp, is_autocast_available=lambda kind: kind == own or available(kind),
+            autocast=lambda device_type, dtype=None, enabled=True, cache_enabled=None: (
+                autocast(self, dtype or torch.bfloat16, enabled) if device_type == own
+                else cast(device_type, dtype, enabled, cache_enabled)),
+        ):
             yield
-        finally:
-            stock.amp.is_autocast_available, stock.is_autocast_enabled, stock.get_autocast_dtype = before
-            stock.amp.autocast = cast
 
     @contextlib.contextmanager
     def sharding(self) -> Iterator[None]:
@@ -352,10 +363,10 @@ class MetaGPU(TorchDispatchMode):
 
     def _wait(self, reason: str) -> None:
         place = "unknown"  # the nearest line outside of torch that the operation came from
-        for frame in _frames(2):
+        for frame, number in traceback.walk_stack(sys._getframe()):
             file = frame.f_code.co_filename
             if "/tools/dry_run/" not in file.replace("/tests/tools/", "/tests/") and "/torch/" not in file:
-                place = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
+                place = f"{'/'.join(file.split('/')[-2:])}:{number}"
                 break
         self.phase.waits[f"{reason}: {place}"] += 1
 
@@ -434,7 +445,8 @@ class MetaGPU(TorchDispatchMode):
             self.hold([result])
             self.values.set(result, source)
             return result
-        self.values.forget(args[0]) if name == "copy_" else None
+        if name == "copy_":
+            self.values.forget(args[0])
         return None
 
 
@@ -457,7 +469,7 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     if shapes is _INTO:
         return args[0]
     if shapes is not None:
-        return tuple(map(_empty, shapes)) if isinstance(shapes, list) else _empty(shapes)
+        return tuple(shape and shape.empty() for shape in shapes) if isinstance(shapes, list) else shapes.empty()
     result = function(*args, **kwargs)
     whole = result if isinstance(result, tuple) else (result,)
     before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs.values()))}
@@ -465,7 +477,7 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         _shapes[key] = _INTO
     elif not function._schema.is_mutable and \
             all(made is None or _on_meta(made) and made.untyped_storage()._cdata not in before for made in whole):
-        made = [None if made is None else (made.shape, made.stride(), made.dtype) for made in whole]
+        made = [None if made is None else Shape.of_tensor(made) for made in whole]
         _shapes[key] = made if isinstance(result, tuple) else made[0]
     return result
 
@@ -476,10 +488,6 @@ def _flops(count: Any, args: Any, kwargs: Any, result: Any) -> float:
     if key not in _counted:
         _counted[key] = float(count(*args, **kwargs, out_val=result))
     return _counted[key]
-
-
-def _empty(shape: Any) -> torch.Tensor | None:
-    return None if shape is None else torch.empty_strided(shape[0], shape[1], dtype=shape[2], device=META)
 
 
 def _shape_key(value: Any) -> Any:
@@ -503,13 +511,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _frames(first: int) -> Iterator[Any]:
-    frame = sys._getframe(first)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
-
-
 def _within(copy: Any) -> bool:
     """True within a function of `device` whose copies do not block."""
-    return any(frame.f_code is copy.__code__ for frame, _ in zip(_frames(2), range(10)))
+    near = itertools.islice(traceback.walk_stack(sys._getframe()), 10)
+    return any(frame.f_code is copy.__code__ for frame, _ in near)

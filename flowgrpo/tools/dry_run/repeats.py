@@ -7,30 +7,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flowgrpo.policies.pipelines.rlg import inside
-from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape, strides and dtype of a tensor, which hold no memory."""
-
-    size: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of_tensor(tensor: torch.Tensor) -> Shape:
-        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
+from flowgrpo.tools.dry_run.meta_gpu import MetaGPU, Phase, Shape
 
 
 class Repeats:

@@ -17,7 +17,7 @@ import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.device import AUTO, DTYPES
+from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GROWTH, LOADING
 from flowgrpo.log import quiet
@@ -29,7 +29,7 @@ from flowgrpo.text.policies.image_lm import DECODED, HEAD, ImageLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.tools.dry_run import from_configs
-from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, START, Estimate, gib
+from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, START, Estimate, gib, with_precision
 from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.tools.dry_run.weights import reward_bytes
 
@@ -40,7 +40,8 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
     """Counts of an epoch on one of so many processes. With `parts.data` of `SelfAnswers` all images are asked about, as
     if all were right; the epoch has fewer questions where some are wrong. Raises UserError for what is not covered."""
     LOG.info(START)
-    config = _prepare_recipe(config)
+    wrong = {"adapter.dora": config.adapter.dora, "memory.shard": bool(config.memory.shard)}
+    config = with_precision(config, wrong, " of image tokens")
     method = validate.resolve(config, build.process(build.IMAGE_TOKENS))
     shape, meta = geometry(config.train, processes), MetaGPU(gpu)
     with torch.random.fork_rng(devices=[]):
@@ -63,17 +64,6 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
     phases = {name: meta.phases[name] for name in (*ORDER, ANSWERS) if name in meta.phases}
     estimate = Estimate(phases, reward_bytes(config))
     return replace(estimate, first=LOADING + GROWTH * gib(estimate.peak))
-
-
-def _prepare_recipe(config: Config) -> Config:
-    """Recipe with a precision. Raises UserError for what a dry run of image tokens does not cover."""
-    if config.precision == AUTO:
-        config = config.model_copy(update={"precision": "bf16"})
-    for name in (name for name, applies in {"adapter.dora": config.adapter.dora, "memory.shard": config.memory.shard,
-                                            "precision: fp16 (say bf16)": config.precision == "fp16"}.items()
-                 if applies):
-        raise UserError(f"a dry run of image tokens does not cover {name}: leave --gpu out")
-    return config
 
 
 def _policy(config: Config) -> ImageLM:

@@ -132,8 +132,6 @@ def _inner(value: Any) -> Iterable[str]:
         named = [value.get("reward"), value.get("use")]
         listed = value.get("rewards")
         yield from (name for name in (*named, *(listed if isinstance(listed, list) else ())) if isinstance(name, str))
-        for inner in value.values():
-            yield from _inner(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _inner(inner)
+        value = [*value.values()]
+    for inner in value if isinstance(value, list) else ():
+        yield from _inner(inner)

@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.denoising import DenoisingRollouts
-from flowgrpo.tools.check.tiny import video_families
+from flowgrpo.tools.check.tiny import make
 from flowgrpo.training import extensions, sampling
 from tests.contrib.engine.server import TinyEngine, engine_names, serving, tensor
 from tests.helpers import tiny
@@ -73,10 +73,10 @@ def test_a_replay_gives_the_log_probabilities_of_the_engine(url, options):
     assert len(finals.flatten(1).unique(dim=0)) == 8
 
 
-@pytest.mark.parametrize("made", [lambda: (tiny.flux(), tiny.FLUX_CALL), video_families.hunyuan], ids=["flux", "video"])
-def test_packed_latents_and_clips_are_replayed(made):
+@pytest.mark.parametrize("name", ["FluxPipeline", "HunyuanVideoPipeline"], ids=["flux", "video"])
+def test_packed_latents_and_clips_are_replayed(name):
     """FLUX packs its latents and has its guidance embedded, HunyuanVideo draws clips."""
-    (pipe, call), other = made(), made()[0]
+    (pipe, call), other = make(name), make(name)[0]
     call = {("num_frames" if key == "frames" else key): value for key, value in call.items()}
     policy = tiny.stir(tiny.policy(pipe, call=call))
     with serving(TinyEngine(other)) as address:

@@ -19,8 +19,8 @@ from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError
 from flowgrpo.export import export
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux, z_image
-from flowgrpo.tools.check.tiny.unets import sdxl
+from flowgrpo.tools.check.tiny import make as built
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
@@ -206,7 +206,8 @@ def unshifted(pipe):
 
 @pytest.mark.parametrize("name, make, call", [
     ("FLUX.1-schnell", flux, FLUX_CALL), ("sd-turbo", lambda: unshifted(tiny.sd15()), {}),
-    ("sdxl-turbo", lambda: unshifted(sdxl()), {}), ("Z-Image-Turbo", lambda: z_image()[0], FLUX_CALL)])
+    ("sdxl-turbo", lambda: unshifted(built("StableDiffusionXLPipeline")[0]), {}),
+    ("Z-Image-Turbo", lambda: built("ZImagePipeline")[0], FLUX_CALL)])
 def test_other_models_by_the_defaults_of_the_command(name, make, call, model, tmp_path, monkeypatch):
     """Micro-batch and learning rate are found; the model's own steps are trained, and the file for ComfyUI is whole."""
     monkeypatch.chdir(tmp_path)

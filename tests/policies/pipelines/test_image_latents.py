@@ -8,7 +8,7 @@ from torchvision.transforms.functional import to_tensor
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.frames import rgb
 from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scale_latents
-from flowgrpo.tools.check.tiny import images, newest
+from flowgrpo.tools.check.tiny import images, make
 from tests.helpers import tiny
 
 
@@ -35,10 +35,11 @@ def test_an_autoencoders_latents_by_its_config():
     torch.testing.assert_close(scale_latents(z, moments | {"scaling_factor": 4.0}), 4 * wanted)
 
 
-@pytest.mark.parametrize("make", [images.sd3, images.flux, images.qwen_image, newest.qwen_image_21])
-def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, tmp_path):
+@pytest.mark.parametrize("name", [
+    "StableDiffusion3Pipeline", "FluxPipeline", "QwenImagePipeline", "QwenImage21Pipeline"])
+def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(name, tmp_path):
     """Packed or not, of images or of videos of one frame: pipelines' own decoding is the judge."""
-    policy = policy_of(make())
+    policy = policy_of(make(name))
     row, latents = policy.encode(["red"]), ImageEncoder(policy)
     drawn = policy.run(START, row, None, policy.generators([1]))[0]
     path, shown = saved(tmp_path / "a.png", *policy.decode(drawn, row).shape[-2:])
@@ -85,7 +86,7 @@ def test_a_broken_image_is_told_in_one_line(tmp_path):
 
 def test_a_pipeline_with_other_latents_is_refused(tmp_path):
     """Flux.2 folds and normalises its latents in a way of its own."""
-    policy = policy_of(images.flux2())
+    policy = policy_of(make("Flux2Pipeline"))
     path, _ = saved(tmp_path / "a.png")
     with pytest.raises(UserError, match="Flux2Pipeline cannot be encoded: .*use a method that samples its images"):
         ImageEncoder(policy)(path, policy.encode(["red"]))

@@ -15,7 +15,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny
-from flowgrpo.tools.check.tiny import newest, parts
+from flowgrpo.tools.check.tiny import parts
 from flowgrpo.types import Gaussian
 from tests.helpers.commands import refusal
 from tests.helpers.refusals import message
@@ -106,7 +106,7 @@ def minimax_h3():
     import diffusers
 
     torch.manual_seed(0)
-    processor = newest.vision_processor()
+    processor = parts.vision_processor()
     denoiser = diffusers.MiniMaxH3Transformer3DModel(
         num_attention_heads=2, attention_head_dim=16, hidden_size=32, num_layers=1, num_refiner_layers=1, ffn_dim=32,
         in_channels=4, audio_in_channels=8, text_dim=16, freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16,

@@ -23,9 +23,10 @@ from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, names, require
 from flowgrpo.run import run
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny
+from flowgrpo.tools.check.tiny import make, parts
 from flowgrpo.tools.check.tiny import unets as builders
 from flowgrpo.tools.check.tiny.images import sd3
-from flowgrpo.tools.check.tiny.unets import sd15, sdxl
+from flowgrpo.tools.check.tiny.unets import sd15
 from tests.helpers.tiny import config, save
 
 CONTROL = ["StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline",
@@ -186,16 +187,16 @@ def folders(tmp_path_factory):
     """An SD 1.5 pipeline, ControlNets of SD 1.5 and SDXL, and an IP-Adapter with its image encoder."""
     root = tmp_path_factory.mktemp("models")
     save(sd15(), root / "sd15")
-    save(sdxl(add_watermarker=False), root / "sdxl")
+    save(make("StableDiffusionXLPipeline")[0], root / "sdxl")
     save(sd3(), root / "sd3")
     torch.manual_seed(0)
     builders.unet_controlnet().save_pretrained(root / "control")
-    builders.xl_controlnet().controlnet.save_pretrained(root / "control_xl")
+    make("StableDiffusionXLControlNetPipeline")[0].controlnet.save_pretrained(root / "control_xl")
     weights = builders.ip_adapter_weights(sd15().unet)
     (root / "ip" / "models").mkdir(parents=True)
     save_file({f"{part}.{key}": value for part, values in weights.items() for key, value in values.items()},
               root / "ip" / "models" / "ip.safetensors")
-    builders.image_encoder()[0].save_pretrained(root / "ip" / "models" / "image_encoder")
+    parts.image_encoder().save_pretrained(root / "ip" / "models" / "image_encoder")
     return root
 
 

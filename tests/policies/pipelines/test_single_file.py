@@ -16,7 +16,6 @@ from flowgrpo.policies import build, loading, options
 from flowgrpo.policies.pipelines import conditioned, load
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.tools.check.tiny import make
-from flowgrpo.tools.check.tiny.unets import sdxl
 from tests.helpers import loop, tiny
 from tests.helpers.refusals import message
 
@@ -61,6 +60,10 @@ def checkpoint(pipe, file) -> str:
 def same(module, other) -> bool:
     mine, others = module.state_dict(), other.state_dict()
     return mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in mine)
+
+
+def sdxl(seed=0):
+    return make("StableDiffusionXLPipeline", seed)[0]
 
 
 @pytest.mark.parametrize("make", [tiny.sd15, sdxl, tiny.sd3, tiny.flux])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,31 +12,79 @@ import diffusers
 import torch
 import transformers
 
-from flowgrpo.tools.check.tiny import controlled, images, newest, shrunk, unets, videos
+from flowgrpo.tools.check.tiny import images, unets, videos
 from flowgrpo.tools.check.tiny.parts import (
+    READER,
+    SIZE,
     TOKENS,
+    WIDTH,
+    Network,
+    Parts,
     Pipeline,
+    autoencoder,
+    awake,
     chat_tokenizer,
+    construct,
     flux2_vae,
     image,
     language_model,
     lively,
+    network,
     qwen3_vl,
     qwen_vae,
     shifted_scheduler,
-    silent,
+    still_autoencoder,
+    t5,
     tokenizer,
+    video,
     video_image,
+    vision_processor,
 )
 
-LAYERS = 36  # of the text encoder, twelve of which Krea 2's blocks read by number
-Parts = dict[str, Any]
+Further = Callable[[Parts], Parts]  # builds further parts, or others, of those of a pipeline
+
+
+# --- changed parts, and those of adapters ----------------------------------------------------------------------------
+
+
+def _configuration(part: Network) -> dict[str, Any]:
+    return {name: value for name, value in part.config.items() if not name.startswith("_")}
+
+
+def changed(**configurations: dict[str, Any]) -> Further:
+    """Return a function that builds named parts anew, each with these values over its own configuration."""
+    return lambda parts: {name: lively(type(parts[name])(**_configuration(parts[name]) | values))
+                          for name, values in configurations.items()}
+
+
+def like(kind: str, denoiser: str = "transformer", **values: Any) -> Further:
+    """Return a function that builds a ControlNet of a class with the configuration of the denoiser, as far as both have
+    it; its layers that start at zero are filled, so that it has an effect."""
+    def build(parts: Parts) -> Parts:
+        cls: Any = getattr(diffusers, kind)
+        known = inspect.signature(cls.__init__).parameters
+        shared = {name: value for name, value in _configuration(parts[denoiser]).items() if name in known}
+        return {"controlnet": awake(lively(cls(**shared | values)))}
+    return build
+
+
+def _still(further: Further) -> Further:
+    """Return a function that also replaces the autoencoder by one whose draws have next to no deviation."""
+    return lambda parts: {"vae": still_autoencoder()} | further(parts)
+
+
+def denoiser(kind: str, further: Further = lambda parts: {}, name: str = "transformer", **options: Any) -> Further:
+    """Return a function that builds the denoiser of a row, and its further parts."""
+    return lambda parts: {name: lively(network(kind, **options))} | further(parts)
+
+
+# --- parts of a class of its own -------------------------------------------------------------------------------------
 
 
 def _krea2(parts: Parts) -> Parts:
-    config = {**parts["transformer"].config, "num_text_layers": LAYERS // 3}
-    reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", LAYERS)
-    return {"transformer": lively(diffusers.Krea2Transformer2DModel.from_config(config)), "text_encoder": reader}
+    """Its blocks read twelve of 36 layers of the text encoder by number."""
+    reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", 36)
+    return {"text_encoder": reader} | changed(transformer={"num_text_layers": 12})(parts)
 
 
 def _template(parts: Parts) -> Parts:
@@ -59,24 +108,20 @@ def _ltx25(parts: Parts) -> Parts:
 
 def _anima(parts: Parts) -> Parts:
     tokens = chat_tokenizer()
-    denoiser = diffusers.CosmosTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, mlp_ratio=2,
-        text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(1.0, 1.0, 1.0),
-        concat_padding_mask=True, extra_pos_embed_type=None)
+    cosmos = network("CosmosTransformer3DModel", adaln_lora_dim=4, max_size=(4, 32, 32), rope_scale=(1.0, 1.0, 1.0),
+                     extra_pos_embed_type=None)
     conditioner = diffusers.AnimaTextConditioner(
         source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=len(tokens),
         min_sequence_length=8)
-    return {"transformer": lively(denoiser), "text_conditioner": conditioner, "tokenizer": tokens, "vae": qwen_vae(),
-            "t5_tokenizer": tokenizer(TOKENS), "text_encoder": language_model(tokens), "scheduler": shifted_scheduler()}
+    return {"transformer": lively(cosmos), "text_conditioner": conditioner, "tokenizer": tokens, "vae": qwen_vae(),
+            "t5_tokenizer": tokenizer(), "text_encoder": language_model(tokens), "scheduler": shifted_scheduler()}
 
 
 def _flux3(parts: Parts, distilled: bool = False) -> Parts:
-    processor = newest.vision_processor()
-    denoiser = diffusers.Flux3Transformer2DModel(
-        in_channels=16, cond_in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=8 * 16, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4),
-        flow_map=distilled)
-    return {"transformer": lively(denoiser), "tokenizer": processor, "vae": flux2_vae(),
+    processor = vision_processor()
+    flux3 = network("Flux3Transformer2DModel", in_channels=16, cond_in_channels=16, joint_attention_dim=8 * 16,
+                    timestep_channels=16, mlp_ratio=3.0, axes_dims_rope=(4, 4, 4, 4), flow_map=distilled)
+    return {"transformer": lively(flux3), "tokenizer": processor, "vae": flux2_vae(),
             "text_encoder": qwen3_vl(processor.tokenizer, layers=33), "scheduler": shifted_scheduler()}
 
 
@@ -88,67 +133,150 @@ def _siglip(parts: Parts) -> Parts:
             "feature_extractor": transformers.SiglipImageProcessor(size={"height": 16, "width": 16})}
 
 
-SMALL = {"height": 16, "width": 16, "max_sequence_length": TOKENS}
+def _dream(parts: Parts) -> Parts:
+    processor = vision_processor()
+    return {"processor": processor, "tokenizer": processor.tokenizer, "text_encoder": qwen3_vl(processor.tokenizer),
+            "vae": autoencoder(), "scheduler": shifted_scheduler()}
+
+
+def _deepfloyd(parts: Parts) -> Parts:
+    """Pixels of a U-Net that gives a variance too."""
+    return {"unet": unets.unet(in_channels=3, out_channels=6, sample_size=16, encoder_hid_dim=WIDTH,
+                               encoder_hid_dim_type="text_proj"),
+            **t5(length=77), **unets.UNCHECKED, "watermarker": None,
+            "scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", variance_type="learned_range",
+                                                 clip_sample=False)}
+
+
+def _motion(parts: Parts) -> Parts:
+    return {"unet": unets.unet(cross_attention_dim=2 * WIDTH, block_out_channels=(8, 8), norm_num_groups=2,
+                               down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                               up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), **unets.POOLED),
+            "motion_adapter": videos.motion_adapter(),
+            "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}
+
+
+def _motif(parts: Parts) -> Parts:
+    sizes = READER | {"num_hidden_layers": 1}
+    config = transformers.T5Gemma2EncoderConfig(
+        text_config=sizes | {"vocab_size": 600, "num_key_value_heads": 1, "head_dim": 8, "dropout_rate": 0.0,
+                             "attention_dropout": 0.0},
+        vision_config=sizes | {"image_size": 28, "patch_size": 14})
+    return {"text_encoder": transformers.T5Gemma2Encoder(config),
+            "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+            "scheduler": shifted_scheduler(), "tokenizer": tokenizer()}
+
+
+def _easy(parts: Parts) -> Parts:
+    tokens = chat_tokenizer()
+    return {"vae": diffusers.AutoencoderKLMagvit(
+                latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
+            "text_encoder": language_model(tokens), "tokenizer": tokens, "scheduler": shifted_scheduler()}
+
+
+def _kandinsky3(parts: Parts) -> Parts:
+    movq = diffusers.VQModel(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, vq_embed_dim=4,
+                             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    unet = network("Kandinsky3UNet", time_embedding_dim=16, groups=2, attention_head_dim=8, layers_per_block=3,
+                   block_out_channels=(16, 32), cross_attention_dim=16, encoder_hid_dim=16)
+    return {"unet": lively(unet), "movq": movq, **t5(length=128),
+            "scheduler": diffusers.DDPMScheduler(clip_sample=False)}
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+SMALL = SIZE | {"max_sequence_length": TOKENS}
+CLIP = {"num_frames": 5}
+IMAGE = {"image": video_image()}
 PICTURE = {"image": image(), "strength": 0.9}
+STARTED = PICTURE | {"control_image": image()}
+CONTROL = {"control_image": image()}
+MASKED = unets.MASKED | {"strength": 1.0}
+NINE = changed(unet={"in_channels": 9})
+WIDER = _still(changed(transformer={"in_channels": 32, "out_channels": 16}))
+UNION = like("ControlNetUnionModel", "unet", conditioning_embedding_out_channels=(8, 8), num_trans_channel=8,
+             num_trans_head=2, num_proj_channel=8)
+UNION_CALL = {"control_image": [image()], "control_mode": [0]}
 # A class, without its "Pipeline"; the one whose parts it has, further parts, further arguments of its call.
 ROWS: dict[str, tuple[Any, ...]] = {
+    **{f"{name}Modular": (name,) for name in (
+        "ErnieImage", "Flux", "Flux2", "Flux2Klein", "FluxKontext", "Ideogram4", "LTX", "QwenImage", "QwenImage21",
+        "QwenImageEdit", "QwenImageEditPlus", "StableDiffusion3", "StableDiffusionXL", "Wan", "ZImage")},
     "AnimaModular": ("", _anima, SMALL),
-    "ErnieImageModular": ("ErnieImage",),
     "Flux2KleinBaseModular": ("Flux2Klein",),
-    "Flux2KleinModular": ("Flux2Klein",),
-    "Flux2Modular": ("Flux2",),
     "Flux3DistilledModular": ("", partial(_flux3, distilled=True), SMALL),
     "Flux3Modular": ("", _flux3, SMALL),
-    "FluxKontextModular": ("FluxKontext",),
-    "FluxModular": ("Flux",),
+    "HeliosModular": ("Helios", None, {"history_sizes": [2, 1, 1]}),
     "HunyuanVideo15Modular": ("HunyuanVideo15", _template),
-    "Ideogram4Modular": ("Ideogram4",),
     "Krea2Modular": ("Krea2", _krea2, {"max_sequence_length": 256}),
     "Krea2TurboModular": ("Krea2", _krea2, {"max_sequence_length": 256}),
     "LTX25Modular": ("LTX2", _ltx25),
     "LTX2Modular": ("LTX2", _ltx2),
-    "LTXModular": ("LTX",),
     "MiniMaxH3Modular": ("",),  # which is refused without parts
-    "QwenImage21Modular": ("QwenImage21",),
     "QwenImage21TurboModular": ("QwenImage21",),
-    "QwenImageEditModular": ("QwenImageEdit",),
-    "QwenImageEditPlusModular": ("QwenImageEditPlus",),
-    "QwenImageModular": ("QwenImage",),
-    "StableDiffusion3Modular": ("StableDiffusion3",),
-    "StableDiffusionXLModular": ("StableDiffusionXL",),
     "Wan22Image2VideoModular": ("WanImageToVideo",),
     "Wan22Modular": ("Wan (2.2)",),
     "Wan22VaceModular": ("WanVACE", lambda parts: {"transformer_2": copy.deepcopy(parts["transformer"])}),
     "WanImage2VideoModular": ("WanImageToVideo (first and last frame)",),
-    "WanModular": ("Wan",),
-    "ZImageModular": ("ZImage",),
     # Image-to-image, guidance by perturbed attention, and others of driven families.
-    "AnimateDiffPAG": ("AnimateDiff",),
-    "ChromaImg2Img": ("Chroma", None, PICTURE),
+    **{f"{name}PAG": (name,) for name in (
+        "AnimateDiff", "Kolors", "PixArtSigma", "Sana", "StableDiffusion3", "StableDiffusionControlNet",
+        "StableDiffusionXLControlNet")},
+    **{f"{name}Img2Img": (name, None, PICTURE) for name in (
+        "Chroma", "Flux", "IF", "Kandinsky3", "Kolors", "LatentConsistencyModel", "QwenImage", "StableDiffusion3",
+        "StableDiffusionXL", "ZImage")},
+    **{f"{name}PAGImg2Img": (name, None, PICTURE) for name in (
+        "StableDiffusion", "StableDiffusion3", "StableDiffusionXL")},
+    "AnimateDiffSDXL": ("StableDiffusionXL", _motion, {"num_frames": 4}),
+    "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": video(5)}),
+    "DreamLiteMobile": ("DreamLite",),
     "Flux2KleinKV": ("Flux2Klein",),
-    "FluxImg2Img": ("Flux", None, PICTURE),
-    "HunyuanVideo15ImageToVideo": ("HunyuanVideo15", _siglip, {"image": video_image()}),
-    "IFImg2Img": ("IF", None, PICTURE),
-    "Kandinsky3Img2Img": ("Kandinsky3", None, PICTURE),
-    "KolorsImg2Img": ("Kolors", None, PICTURE),
-    "KolorsPAG": ("Kolors",),
-    "LatentConsistencyModelImg2Img": ("LatentConsistencyModel", None, PICTURE),
+    "HunyuanVideo15ImageToVideo": ("HunyuanVideo15", _siglip, IMAGE),
+    "Kandinsky5T2V": ("Kandinsky5T2I", lambda parts: {"vae": OWN["HunyuanVideoPipeline"]()[0].vae},
+                      CLIP | {"height": 32, "width": 32}),
     "LTX2Condition": ("LTX2",),
-    "LucyEdit": ("WanVideoToVideo", controlled.changed(transformer={"in_channels": 8})),
-    "PixArtSigmaPAG": ("PixArtSigma",),
-    "QwenImageImg2Img": ("QwenImage", None, PICTURE),
-    "SanaPAG": ("Sana",),
-    "StableDiffusion3Img2Img": ("StableDiffusion3", None, PICTURE),
-    "StableDiffusion3PAG": ("StableDiffusion3",),
-    "StableDiffusion3PAGImg2Img": ("StableDiffusion3", None, PICTURE),
-    "StableDiffusionPAGImg2Img": ("StableDiffusion", None, PICTURE),
-    "StableDiffusionXLImg2Img": ("StableDiffusionXL", None, PICTURE),
-    "StableDiffusionXLInstructPix2Pix": ("StableDiffusionXL", controlled.changed(unet={"in_channels": 8}), {
-        "image": image()}),
-    "StableDiffusionXLPAGImg2Img": ("StableDiffusionXL", None, PICTURE),
-    "ZImageImg2Img": ("ZImage", None, PICTURE),
-    "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": [video_image(16 * i) for i in range(5)]}),
-} | controlled.ROWS | shrunk.ROWS
+    "LTX2InContext": ("LTX2",),
+    "LucyEdit": ("WanVideoToVideo", changed(transformer={"in_channels": 8})),
+    "SanaImageToVideo": ("SanaVideo", None, IMAGE),
+    "StableDiffusionXLInstructPix2Pix": ("StableDiffusionXL", changed(unet={"in_channels": 8}), {"image": image()}),
+    "ZImageOmni": ("ZImage", lambda parts: {"siglip": None, "siglip_processor": None}),
+    # ControlNets, adapters and inpainting.
+    **{f"{name}Img2Img": (name, None, STARTED) for name in (
+        "FluxControlNet", "StableDiffusionControlNet", "StableDiffusionXLControlNet")},
+    **{f"{name}Inpaint": (name, NINE, MASKED | CONTROL) for name in (
+        "StableDiffusionControlNet", "StableDiffusionXLControlNet")},
+    "StableDiffusionPAGInpaint": ("StableDiffusionInpaint",),
+    "StableDiffusionXLInpaint": ("StableDiffusionXL", NINE, MASKED),
+    "StableDiffusionXLPAGInpaint": ("StableDiffusionXL", NINE, MASKED),
+    "StableDiffusionXLControlNetPAGImg2Img": ("StableDiffusionXLControlNet", None, STARTED),
+    "StableDiffusionXLControlNetUnion": ("StableDiffusionXL", UNION, UNION_CALL),
+    "StableDiffusionXLControlNetUnionImg2Img": ("StableDiffusionXL", UNION, UNION_CALL | PICTURE),
+    "FluxControl": ("Flux", WIDER, CONTROL),
+    "FluxControlImg2Img": ("Flux", WIDER, STARTED),
+    "QwenImageControlNet": ("QwenImage", like("QwenImageControlNetModel"), CONTROL),
+    "CogView4Control": ("CogView4", _still(changed(transformer={"in_channels": 8})), CONTROL),
+    # Denoisers of a class of their own; the text encoder, autoencoder and scheduler are those of another.
+    "Helios": ("Wan", denoiser("HeliosTransformer3DModel", lambda parts: {
+        "scheduler": diffusers.HeliosScheduler(stages=1, stage_range=[0, 1])}),
+        {"num_latent_frames_per_chunk": 3, "history_sizes": [2, 1, 1]}),
+    "IF": ("StableDiffusion", _deepfloyd, {"clean_caption": False}),
+    "MotifVideo": ("Wan", denoiser("MotifVideoTransformer3DModel", _motif, in_channels=9)),
+    "MotifVideoImage2Video": ("MotifVideo", denoiser("MotifVideoTransformer3DModel", lambda parts: {
+        "feature_extractor": transformers.SiglipImageProcessor(size={"height": 28, "width": 28})},
+        in_channels=9, image_embed_dim=WIDTH), IMAGE),
+    "EasyAnimate": ("Wan", denoiser("EasyAnimateTransformer3DModel", _easy, in_channels=4, out_channels=4,
+                                    patch_size=2), CLIP),
+    "DreamLite": ("", denoiser("DreamLiteUNetModel", _dream, "unet", block_out_channels=(8, 8), norm_num_groups=2,
+                               attention_head_dim=4, num_attention_heads=None, cross_attention_dim=16, sample_size=8,
+                               down_block_types=("DreamLiteCrossAttnDownBlock2D",) * 2,
+                               up_block_types=("DreamLiteCrossAttnUpBlock2D",) * 2), SMALL),
+    "PRXPixel": ("PRX", denoiser("PRXTransformer2DModel", in_channels=3, axes_dim=(4, 4), hidden_size=16,
+                                 bottleneck_size=8)),
+    "Lumina": ("Lumina2", denoiser("LuminaNextDiT2DModel", lambda parts: {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}, sample_size=4, multiple_of=2, num_kv_heads=1,
+        cross_attention_dim=16)),
+    "Kandinsky3": ("StableDiffusion", _kandinsky3, SIZE),
+}
 
 
 def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline, dict[str, Any]]:
@@ -166,7 +294,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     if name.endswith("Modular"):
         pipe: Pipeline = of_parts(cls, parts)
     else:
-        pipe = silent(cls(**{key: part for key, part in parts.items() if key in inspect.signature(cls).parameters}))
+        pipe = construct(cls, parts)
         for key, value in vars(like).items() if base else ():  # of templates and lengths
             if not key.startswith("_") and isinstance(value, (int, str, list)):
                 setattr(pipe, key, value)
@@ -175,5 +303,5 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
 
 
 # Of pipelines with parts of their own, and of those that have the parts of another.
-OWN = images.FACTORIES | newest.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
+OWN = images.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

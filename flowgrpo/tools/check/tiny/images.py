@@ -1,7 +1,8 @@
-"""Flow-matching image pipelines of 16 x 16 or 32 x 32 pixels."""
+"""Flow-matching image pipelines of 16 x 16 to 64 x 64 pixels."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -11,255 +12,264 @@ import transformers
 from PIL import Image
 
 from flowgrpo.tools.check.tiny.parts import (
+    READER,
+    SIZE,
     TOKENS,
     VISION_TOKENS,
     Factories,
-    Made,
+    Parts,
     Pipeline,
+    assemble,
     autoencoder,
     chat_tokenizer,
     clip,
     dynamic_scheduler,
+    factories,
     factory,
-    flux2_transformer,
     flux2_vae,
     flux_transformer,
     image,
     language_model,
     lively,
-    patch_vae,
+    network,
+    of_tokens,
     qwen3_vl,
     qwen_processor,
-    qwen_transformer,
     qwen_vae,
     qwen_vl,
     shifted_scheduler,
-    silent,
     t5,
     tokenizer,
+    vision_processor,
     with_language_model,
+    with_t5,
 )
 
 FACTORIES: Factories = {}
 SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
-FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encoder_out_layers": (1,)}
-FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
-KONTEXT_CALL = FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}
+FLUX_CALL = SIZE | {"max_sequence_length": 16}
 # An image whose right half is drawn; from pure noise.
 HALF = {"image": image(), "mask_image": Image.fromarray(np.repeat(np.array([[0] * 8 + [255] * 8], np.uint8), 16, 0))}
 INPAINTING = HALF | {"strength": 1.0}
 
 
+def sd3_parts() -> Parts:
+    """Without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
+    denoiser = network("SD3Transformer2DModel", num_layers=2, attention_head_dim=8, joint_attention_dim=32,
+                       pooled_projection_dim=32, pos_embed_max_size=4, qk_norm="rms_norm")
+    return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "vae": autoencoder(),
+            **clip(projected=True), **clip("_2", projected=True), "text_encoder_3": None, "tokenizer_3": None}
+
+
 def sd3(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusion3Pipeline without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
-    torch.manual_seed(seed)
+    return assemble("StableDiffusion3Pipeline", sd3_parts, {}, seed=seed)[0]
+
+
+def flux_parts(transformer: Any = None, **given: Any) -> Parts:
+    """Embedded guidance, packed latents, rotary positions, a T5, text_ids without a batch."""
+    return {"transformer": transformer or lively(flux_transformer()), "scheduler": dynamic_scheduler(),
+            "vae": autoencoder(), **clip(), **t5("_2"), **given}
+
+
+def flux(seed: int = 0, **given: Any) -> Pipeline:
+    return assemble("FluxPipeline", partial(flux_parts, **given), {}, seed=seed)[0]
+
+
+def flux2(guidance_embeds: bool = True) -> Parts:
+    """With embedded guidance, or Klein with true guidance; both concatenate the language model's layers."""
+    denoiser = network("Flux2Transformer2DModel", in_channels=16, mlp_ratio=3.0, axes_dims_rope=(4, 4, 4, 4),
+                       guidance_embeds=guidance_embeds)
+    return with_language_model(denoiser, flux2_vae(), transformers.Qwen3ForCausalLM)
+
+
+def qwen_image() -> Parts:
+    """Two calls per step, rescaled guidance, prompts padded to equal length."""
+    return with_language_model(network("QwenImageTransformer2DModel", in_channels=16), qwen_vae())
+
+
+def qwen_edit() -> Parts:
+    """It takes one prompt per call: its prompt encoder also reads the image. It scales the image to a million pixels.
+
+    So the autoencoder shrinks by 64, the 2**6 that pipelines read from the number of `temperal_downsample`: by 16
+    before its first layer, by 4 in three stages.
+    """
+    tokens = chat_tokenizer(*VISION_TOKENS)
+    return {
+        "transformer": lively(network("QwenImageTransformer2DModel", in_channels=16)),
+        "scheduler": dynamic_scheduler(), "tokenizer": tokens, "vae": diffusers.AutoencoderKLWan(
+            base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768, temperal_downsample=[False] * 6,
+            out_channels=768, patch_size=16, latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        "text_encoder": qwen_vl(tokens), "processor": qwen_processor(tokens)}
+
+
+@factory(FACTORIES, "HiDreamImagePipeline", **FLUX_CALL)
+def hidream() -> Parts:
+    """Its experts run without gradients outside training mode."""
     tokens = tokenizer()
-    denoiser = diffusers.SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32,
-        pos_embed_max_size=4, qk_norm="rms_norm")
-    return silent(diffusers.StableDiffusion3Pipeline(
-        transformer=lively(denoiser), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=autoencoder(),
-        text_encoder=clip(tokens, projected=True), tokenizer=tokens,
-        text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(),
-        text_encoder_3=None, tokenizer_3=None))
+    denoiser = network(
+        "HiDreamImageTransformer2DModel", patch_size=2, out_channels=4, attention_head_dim=8, caption_channels=[16, 16],
+        text_emb_dim=32, num_routed_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(16, 16), llama_layers=[0, 1])
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**READER, **of_tokens(tokens)))
+    return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "vae": autoencoder(),
+            **clip(projected=True), **clip("_2", projected=True), **t5("_3"), "text_encoder_4": llama,
+            "tokenizer_4": tokens, "default_sample_size": 8}  # it scales every image to that area
 
 
-def flux(seed: int = 0, kind: str = "FluxPipeline", **options: Any) -> Pipeline:
-    """Return a FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
-    kind: another pipeline class of the same parts. options: its further arguments."""
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    parts = {"transformer": lively(flux_transformer())} if "transformer" not in options else {}
-    return silent(getattr(diffusers, kind)(
-        scheduler=dynamic_scheduler(), vae=autoencoder(), text_encoder=clip(tokens), tokenizer=tokens,
-        text_encoder_2=t5(tokens), tokenizer_2=tokenizer(), **parts, **options))
-
-
-def flux_fill(seed: int = 0) -> Made:
-    """Return a FluxFillPipeline, whose transformer reads 16 channels of the state, 16 of the masked image, and 16 of
-    the mask: 2 x 2 pixels for each of the 2 x 2 packed places."""
-    torch.manual_seed(seed)
-    denoiser = lively(flux_transformer(in_channels=48, out_channels=16))
-    return flux(seed, "FluxFillPipeline", transformer=denoiser), FLUX_CALL | HALF
-
-
-def flux2(seed: int = 0, kind: str = "Flux2Pipeline", **call: Any) -> Made:
-    """Return a Flux2Pipeline with embedded guidance, or a Flux2KleinPipeline with true guidance; both concatenate the
-    language model's layers."""
-    torch.manual_seed(seed)
-    pipe = with_language_model(kind, flux2_transformer(kind == "Flux2Pipeline"), reader=transformers.Qwen3ForCausalLM,
-                               vae=flux2_vae())
-    return pipe, FLUX2_CALL | call
-
-
-def qwen_image(seed: int = 0, kind: str = "QwenImagePipeline") -> Made:
-    """Return a QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
-    torch.manual_seed(seed)
-    pipe = with_language_model(kind, qwen_transformer(), vae=qwen_vae())
-    return pipe, {"height": 16, "width": 16}
-
-
-def qwen_edit(seed: int = 0, kind: str = "QwenImageEditPipeline") -> Made:
-    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image. It
-    scales the image to a million pixels, so the autoencoder shrinks by 64."""
-    torch.manual_seed(seed)
+@factory(FACTORIES, "Krea2Pipeline", **FLUX_CALL)
+def krea2() -> Parts:
+    """Its denoiser reads several layers of a vision-language model."""
     tokens = chat_tokenizer()
-    tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
-    pipe = getattr(diffusers, kind)(
-        transformer=lively(qwen_transformer()), scheduler=dynamic_scheduler(), vae=patch_vae(), tokenizer=tokens,
-        text_encoder=qwen_vl(tokens), processor=qwen_processor(tokens))
-    return silent(pipe), {"height": 256, "width": 256, "image": image()}
-
-
-@factory(FACTORIES, "HiDreamImagePipeline")
-def hidream() -> Made:
-    """Return a HiDreamImagePipeline, whose experts run without gradients outside training mode."""
-    tokens = tokenizer()
-    denoiser = diffusers.HiDreamImageTransformer2DModel(
-        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
-        num_attention_heads=2, caption_channels=[16, 16], text_emb_dim=32, num_routed_experts=2,
-        num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(16, 16), llama_layers=[0, 1])
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        pad_token_id=tokens.pad_token_id, bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
-    pipe: Pipeline = diffusers.HiDreamImagePipeline(
-        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
-        text_encoder=clip(tokens, projected=True), tokenizer=tokens,
-        text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(),
-        text_encoder_3=t5(tokens), tokenizer_3=tokenizer(), text_encoder_4=llama, tokenizer_4=tokenizer())
-    pipe.default_sample_size = 8  # it scales every image to that area
-    return pipe, FLUX_CALL
-
-
-@factory(FACTORIES, "ZImagePipeline")
-def z_image() -> Made:
-    """Return a ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
-    denoiser = diffusers.ZImageTransformer2DModel(
-        in_channels=4, dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
-        axes_dims=[4, 2, 2], axes_lens=[256, 32, 32])
-    return with_language_model("ZImagePipeline", denoiser), FLUX_CALL
-
-
-@factory(FACTORIES, "SanaPipeline")
-def sana() -> Made:
-    """Return a SanaPipeline, with linear attention."""
-    denoiser = diffusers.SanaTransformer2DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=4, num_layers=1,
-        num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=16,
-        sample_size=8)
-    return with_language_model("SanaPipeline", denoiser, scheduler=shifted_scheduler()), {
-        "height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False,
-        "complex_human_instruction": None}
-
-
-@factory(FACTORIES, "Lumina2Pipeline")
-def lumina2() -> Made:
-    """Return a Lumina2Pipeline, whose time runs from noise to data."""
-    denoiser = diffusers.Lumina2Transformer2DModel(
-        sample_size=4, in_channels=4, hidden_size=16, num_layers=1, num_refiner_layers=1, num_attention_heads=2,
-        num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32), cap_feat_dim=16)
-    return with_language_model("Lumina2Pipeline", denoiser, vae=autoencoder(stages=4)), {
-        "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}
-
-
-@factory(FACTORIES, "ChromaPipeline")
-def chroma() -> Made:
-    """Return a ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
-    tokens = tokenizer()
-    denoiser = diffusers.ChromaTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(4, 6, 6), approximator_num_channels=8, approximator_hidden_dim=16,
-        approximator_layers=1)
-    return diffusers.ChromaPipeline(
-        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens), FLUX_CALL
-
-
-@factory(FACTORIES, "AuraFlowPipeline")
-def aura_flow() -> Made:
-    tokens = tokenizer()
-    denoiser = diffusers.AuraFlowTransformer2DModel(
-        sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4, pos_embed_max_size=16)
-    return diffusers.AuraFlowPipeline(
-        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens), FLUX_CALL
-
-
-@factory(FACTORIES, "CogView4Pipeline")
-def cogview4() -> Made:
-    denoiser = diffusers.CogView4Transformer2DModel(
-        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=4, num_attention_heads=4, text_embed_dim=16,
-        time_embed_dim=8, condition_dim=4, pos_embed_max_size=16, sample_size=8)
-    return with_language_model("CogView4Pipeline", denoiser), FLUX_CALL
-
-
-@factory(FACTORIES, "BriaPipeline")
-def bria() -> Made:
-    """Return a BriaPipeline, whose LoRA has no loader."""
-    tokens = tokenizer()
-    denoiser = diffusers.BriaTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=[0, 4, 4])
-    return diffusers.BriaPipeline(
-        transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens), FLUX_CALL
-
-
-@factory(FACTORIES, "OvisImagePipeline")
-def ovis_image() -> Made:
-    """Return an OvisImagePipeline, whose LoRA has no loader."""
-    denoiser = diffusers.OvisImageTransformer2DModel(
-        in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
-    return with_language_model("OvisImagePipeline", denoiser), {"height": 16, "width": 16}
-
-
-@factory(FACTORIES, "Krea2Pipeline")
-def krea2() -> Made:
-    """Return a Krea2Pipeline, whose denoiser reads several layers of a vision-language model."""
-    tokens = chat_tokenizer()
-    denoiser = diffusers.Krea2Transformer2DModel(
-        in_channels=16, num_layers=1, attention_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=16, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
-        text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 2, 2))
+    denoiser = network("Krea2Transformer2DModel", in_channels=16, attention_head_dim=8, num_key_value_heads=1,
+                       timestep_embed_dim=8, num_text_layers=2, text_num_key_value_heads=1, axes_dims_rope=(4, 2, 2))
     reader = lively(qwen3_vl(tokens, "Qwen3VLModel"))
-    pipe: Pipeline = diffusers.Krea2Pipeline(
-        scheduler=dynamic_scheduler(), vae=qwen_vae(), text_encoder=reader, tokenizer=tokens,
-        transformer=lively(denoiser), text_encoder_select_layers=(1, 2))
-    pipe.prompt_template_encode_prefix = pipe.prompt_template_encode_suffix = ""
-    pipe.prompt_template_encode_start_idx = pipe.prompt_template_encode_num_suffix_tokens = 0
-    return pipe, {"height": 16, "width": 16, "max_sequence_length": TOKENS}
+    return {"scheduler": dynamic_scheduler(), "vae": qwen_vae(), "text_encoder": reader, "tokenizer": tokens,
+            "transformer": lively(denoiser), "text_encoder_select_layers": (1, 2),
+            "prompt_template_encode_prefix": "", "prompt_template_encode_suffix": "",
+            "prompt_template_encode_start_idx": 0, "prompt_template_encode_num_suffix_tokens": 0}
 
 
-@factory(FACTORIES, "ErnieImagePipeline")
-def ernie_image() -> Made:
-    """Return an ErnieImagePipeline: a list of embeddings of different lengths."""
+@factory(FACTORIES, "ErnieImagePipeline", **SIZE, use_pe=False)
+def ernie_image() -> Parts:
+    """A list of embeddings of different lengths."""
     tokens = chat_tokenizer()
-    denoiser = diffusers.ErnieImageTransformer2DModel(
-        hidden_size=16, num_attention_heads=1, num_layers=1, ffn_hidden_size=16, in_channels=16, out_channels=16,
-        text_in_dim=16, rope_axes_dim=(4, 6, 6))
-    return diffusers.ErnieImagePipeline(
-        transformer=lively(denoiser), vae=flux2_vae(), text_encoder=language_model(tokens), tokenizer=tokens,
-        scheduler=shifted_scheduler()), {"height": 16, "width": 16, "use_pe": False}
+    denoiser = network("ErnieImageTransformer2DModel", hidden_size=16, num_attention_heads=1, in_channels=16,
+                       out_channels=16)
+    return {"transformer": lively(denoiser), "vae": flux2_vae(), "text_encoder": language_model(tokens),
+            "tokenizer": tokens, "scheduler": shifted_scheduler()}
 
 
-# One builder each, in several forms.
-FACTORIES |= {
-    "StableDiffusion3Pipeline": lambda seed=0: (sd3(seed), SD3_CALL),
-    "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),
+@factory(FACTORIES, "LongCatImagePipeline", **SIZE, enable_prompt_rewrite=False)
+def longcat() -> Parts:
+    """A Flux whose prompt is encoded by a vision-language model."""
+    tokens, denoiser = chat_tokenizer(*VISION_TOKENS), network("LongCatImageTransformer2DModel", in_channels=64)
+    return {"scheduler": dynamic_scheduler(), "vae": autoencoder(16), "text_encoder": qwen_vl(tokens),
+            "tokenizer": tokens, "text_processor": qwen_processor(tokens), "transformer": lively(denoiser),
+            "tokenizer_max_length": TOKENS}
+
+
+@factory(FACTORIES, "HunyuanImagePipeline", **SIZE)
+def hunyuan_image() -> Parts:
+    """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
+    tokens = chat_tokenizer(*VISION_TOKENS)
+    denoiser = network("HunyuanImageTransformer2DModel", attention_head_dim=8, mlp_ratio=4.0, text_embed_2_dim=16,
+                       rope_axes_dim=(4, 4))
+    vae = diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 32), layers_per_block=1,
+        spatial_compression_ratio=2, sample_size=16, scaling_factor=0.5)
+    return {"scheduler": shifted_scheduler(), "vae": vae, "text_encoder": qwen_vl(tokens), "tokenizer": tokens,
+            **t5("_2", vocabulary=400), "tokenizer_2": transformers.ByT5Tokenizer(), "transformer": lively(denoiser),
+            "guider": diffusers.AdaptiveProjectedMixGuidance(), "tokenizer_max_length": TOKENS,
+            "tokenizer_2_max_length": TOKENS, "prompt_template_encode": "{}", "prompt_template_encode_start_idx": 0}
+
+
+@factory(FACTORIES, "QwenImage21Pipeline", height=64, width=64)
+def qwen_image_21() -> Parts:
+    """Qwen-Image 2.1: images of four channels, the fourth their opacity."""
+    processor = vision_processor()
+    vae = diffusers.AutoencoderKLQwenImage21(
+        base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1] * 5, num_res_blocks=1, temperal_downsample=[False] * 4,
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    denoiser = network("QwenImage21Transformer2DModel", mlp_ratio=3)
+    return {"scheduler": dynamic_scheduler(), "vae": vae, "text_encoder": qwen3_vl(processor.tokenizer),
+            "processor": processor, "transformer": lively(denoiser)}
+
+
+@factory(FACTORIES, "Ideogram4Pipeline", height=64, width=64, max_sequence_length=TOKENS, guidance_schedule=(3.0, 3.0))
+def ideogram4() -> Parts:
+    """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
+    tokens = chat_tokenizer(*VISION_TOKENS)
+    made = {"scheduler": shifted_scheduler(), "vae": flux2_vae(), "tokenizer": tokens,
+            "text_encoder": qwen3_vl(tokens, "Qwen3VLModel", 36)}
+    return made | {name: lively(network(
+        "Ideogram4Transformer2DModel", in_channels=16, attention_head_dim=8, llm_features_dim=13 * 16,
+        mrope_section=(2, 1, 1))) for name in ("transformer", "unconditional_transformer")}
+
+
+@factory(FACTORIES, "NucleusMoEImagePipeline", **SIZE)
+def nucleus() -> Parts:
+    """Nucleus-Image: experts choose their tokens, in all blocks but the first; encoded by the eighth last layer."""
+    processor = vision_processor()
+    denoiser = network(
+        "NucleusMoEImageTransformer2DModel", in_channels=16, out_channels=4, num_layers=2, num_key_value_heads=1,
+        mlp_ratio=6.0, dense_moe_strategy="leave_first_block_dense", num_experts=2, moe_intermediate_dim=16,
+        capacity_factors=1.0)
+    # diffusers leaves experts as memory had them.
+    for parameter in denoiser.transformer_blocks[1].img_mlp.experts.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "vae": qwen_vae(),
+            "text_encoder": qwen3_vl(processor.tokenizer, layers=9), "processor": processor}
+
+
+@factory(FACTORIES, "PRXPipeline", **SIZE, use_resolution_binning=False)
+def prx() -> Parts:
+    """PRX, which is guided with one prompt per call alone."""
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    tokens = tokenizer()
+    config: Any = transformers.T5GemmaModuleConfig(
+        **READER | {"num_hidden_layers": 1}, head_dim=8, num_key_value_heads=1, layer_types=["full_attention"],
+        dropout_rate=0.0, attention_dropout=0.0, vocab_size=len(tokens), pad_token_id=tokens.pad_token_id)
+    reader = T5GemmaEncoder(config)
+    denoiser = network("PRXTransformer2DModel", hidden_size=16, axes_dim=[4, 4])
+    return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "text_encoder": reader,
+            "tokenizer": tokens, "vae": autoencoder(), "default_sample_size": 16}
+
+
+@factory(FACTORIES, "Kandinsky5T2IPipeline", height=64, width=64, max_sequence_length=TOKENS)
+def kandinsky5() -> Parts:
+    """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
+    tokens = chat_tokenizer(*VISION_TOKENS)
+    denoiser = network("Kandinsky5Transformer3DModel", model_dim=16, axes_dims=(4, 2, 2))
+    return {"transformer": lively(denoiser), "vae": autoencoder(stages=4), "text_encoder": qwen_vl(tokens),
+            "tokenizer": qwen_processor(tokens), **clip("_2", 77), "scheduler": shifted_scheduler(),
+            "prompt_template": "{}", "prompt_template_encode_start_idx": 0, "resolutions": [(64, 64)]}
+
+
+FLUX2_CALL = FLUX_CALL | {"text_encoder_out_layers": (1,)}
+EDIT_CALL = {"height": 256, "width": 256, "image": image()}
+FACTORIES |= factories({
+    "StableDiffusion3Pipeline": (sd3_parts, SD3_CALL),
+    "FluxPipeline": (flux_parts, FLUX_CALL),
     # Tokens of a reference image follow those of the noise.
-    "FluxKontextPipeline": lambda seed=0: (flux(seed, "FluxKontextPipeline"), KONTEXT_CALL),
+    "FluxKontextPipeline": (flux_parts, FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}),
     # It restores the image after every step where the mask is black, as that of Qwen-Image does.
-    "FluxInpaintPipeline": lambda seed=0: (flux(seed, "FluxInpaintPipeline"), FLUX_CALL | INPAINTING),
-    "FluxFillPipeline": flux_fill,
-    "Flux2Pipeline": flux2,
-    "Flux2KleinPipeline": lambda seed=0: flux2(seed, "Flux2KleinPipeline", image=image(64)),
-    "QwenImagePipeline": qwen_image,
-    "QwenImageInpaintPipeline": lambda seed=0: (
-        qwen_image(seed, "QwenImageInpaintPipeline")[0], {"height": 16, "width": 16} | INPAINTING),
-    "QwenImageEditPipeline": qwen_edit,
-    "QwenImageEditPlusPipeline": lambda seed=0: qwen_edit(seed, "QwenImageEditPlusPipeline"),  # several images
-}
+    "FluxInpaintPipeline": (flux_parts, FLUX_CALL | INPAINTING),
+    # It reads 16 channels of the state, 16 of the masked image, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2
+    # packed places.
+    "FluxFillPipeline": (flux_parts, FLUX_CALL | HALF, {
+        "transformer": lambda: lively(flux_transformer(in_channels=48, out_channels=16))}),
+    "Flux2Pipeline": (flux2, FLUX2_CALL),
+    "Flux2KleinPipeline": (partial(flux2, False), FLUX2_CALL | {"image": image(64)}),
+    "QwenImagePipeline": (qwen_image, SIZE),
+    "QwenImageInpaintPipeline": (qwen_image, SIZE | INPAINTING),
+    "QwenImageEditPipeline": (qwen_edit, EDIT_CALL),
+    "QwenImageEditPlusPipeline": (qwen_edit, EDIT_CALL),  # several images
+    # A list of embeddings of different lengths; velocities point to the data.
+    "ZImagePipeline": (lambda: with_language_model(network(
+        "ZImageTransformer2DModel", dim=16, axes_dims=[4, 2, 2])), FLUX_CALL),
+    # Linear attention.
+    "SanaPipeline": (lambda: with_language_model(network(
+        "SanaTransformer2DModel", attention_head_dim=4, cross_attention_head_dim=4, cross_attention_dim=8,
+        mlp_ratio=2.5), scheduler=shifted_scheduler()), {
+        "height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False,
+        "complex_human_instruction": None}),
+    # Its time runs from noise to data.
+    "Lumina2Pipeline": (lambda: with_language_model(network(
+        "Lumina2Transformer2DModel", sample_size=4, hidden_size=16, num_kv_heads=1, multiple_of=2,
+        axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32)), autoencoder(stages=4)), {
+        "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}),
+    # A Flux without pooled embeddings and with true guidance.
+    "ChromaPipeline": (lambda: with_t5(network(
+        "ChromaTransformer2DModel", in_channels=16, approximator_num_channels=8, approximator_hidden_dim=16,
+        approximator_layers=1)), FLUX_CALL),
+    "AuraFlowPipeline": (lambda: with_t5(network(
+        "AuraFlowTransformer2DModel", attention_head_dim=8, pos_embed_max_size=16)), FLUX_CALL),
+    "CogView4Pipeline": (lambda: with_language_model(network(
+        "CogView4Transformer2DModel", attention_head_dim=4, num_attention_heads=4, time_embed_dim=8, condition_dim=4,
+        pos_embed_max_size=16, rope_axes_dim=(256, 256))), FLUX_CALL),
+    # Their LoRA has no loader.
+    "BriaPipeline": (lambda: with_t5(network(
+        "BriaTransformer2DModel", in_channels=16, attention_head_dim=8, axes_dims_rope=[0, 4, 4])), FLUX_CALL),
+    "OvisImagePipeline": (lambda: with_language_model(network(
+        "OvisImageTransformer2DModel", in_channels=16, out_channels=16)), SIZE),
+})

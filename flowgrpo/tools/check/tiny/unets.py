@@ -12,37 +12,44 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 
-from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux_parts, sd3_parts
 from flowgrpo.tools.check.tiny.parts import (
+    SIZE,
+    WIDTH,
     Factories,
-    Made,
     Network,
+    Parts,
     Pipeline,
     Scheduler,
+    assemble,
     autoencoder,
+    awake,
     clip,
+    factories,
     factory,
     flux_transformer,
     image,
     image_encoder,
+    image_processor,
     lively,
-    silent,
+    network,
     still_autoencoder,
     t5,
     tokenizer,
+    with_t5,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTORIES: Factories = {}
-WIDTH = 16  # of every text encoder
-SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
-            "timestep_spacing": "leading"}
+BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+SD_NOISE = BETAS | {"steps_offset": 1, "timestep_spacing": "leading"}
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-# The pipeline's code fixes the prompt length of these text encoders.
-HUNYUAN_LENGTHS = (77, 256)
-SMALL = {"height": 16, "width": 16, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
+SMALL = SIZE | {"use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
+# Of a U-Net that reads pooled embeddings and six size numbers.
+POOLED = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+          "projection_class_embeddings_input_dim": WIDTH + 6 * 4}
 TOKENS = 4  # of an image in an IP-Adapter; diffusers fixes their number
 
 
@@ -53,111 +60,71 @@ def pndm() -> Scheduler:
 
 def lcm() -> Scheduler:
     """Return the stock scheduler of latent consistency models."""
-    betas = {key: value for key, value in SD_NOISE.items() if key.startswith("beta")}
-    return diffusers.LCMScheduler(clip_sample=False, **betas)
+    return diffusers.LCMScheduler(clip_sample=False, **BETAS)
 
 
-def sd15(scheduler: Scheduler | None = None, seed: int = 0, kind: str = "StableDiffusionPipeline",
-         **options: Any) -> Pipeline:
-    """Return a StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker. kind: another
-    class of these parts. options: its further arguments."""
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    parts = {"unet": unet(), "scheduler": scheduler or pndm(), "vae": autoencoder(),
-             "text_encoder": clip(tokens), "tokenizer": tokens}
-    return silent(getattr(diffusers, kind)(**parts | options, **UNCHECKED))
+def sd15_parts(**given: Any) -> Parts:
+    """Noise is predicted by a U-Net of one block, without a safety checker."""
+    return {"unet": unet(), "scheduler": pndm(), "vae": autoencoder(), **clip(), **UNCHECKED, **given}
 
 
-def sdxl(seed: int = 0, kind: str = "StableDiffusionXLPipeline", **options: Any) -> Pipeline:
-    """Return a StableDiffusionXLPipeline: two text encoders; pooled embeddings and sizes in addition to the time."""
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    denoiser = unet(cross_attention_dim=2 * WIDTH, **sizes(WIDTH))
-    return silent(getattr(diffusers, kind)(
-        unet=denoiser, scheduler=diffusers.EulerDiscreteScheduler(**SD_NOISE), vae=autoencoder(),
-        text_encoder=clip(tokens), tokenizer=tokens,
-        text_encoder_2=clip(tokens, projected=True), tokenizer_2=tokenizer(), **options))
+def sd15(scheduler: Scheduler | None = None, seed: int = 0) -> Pipeline:
+    return assemble("StableDiffusionPipeline", lambda: sd15_parts(scheduler=scheduler or pndm()), {}, seed=seed)[0]
 
 
-@factory(FACTORIES, "KolorsPipeline")
-def kolors() -> Made:
-    """Return a KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
-    from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
+def sdxl_parts(**given: Any) -> Parts:
+    """Two text encoders; pooled embeddings and sizes in addition to the time."""
+    return {"unet": unet(cross_attention_dim=2 * WIDTH, **POOLED), "vae": autoencoder(), **clip(),
+            **clip("_2", projected=True), "scheduler": diffusers.EulerDiscreteScheduler(**SD_NOISE),
+            "add_watermarker": False, **given}
 
-    denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **sizes(WIDTH))
+
+@factory(FACTORIES, "KolorsPipeline", max_sequence_length=16)
+def kolors() -> Parts:
+    """SDXL's U-Net, conditioned on a ChatGLM."""
+    denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED)
     scheduler = diffusers.EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
     encoder, tokens = _chatglm()
-    kind: Any = KolorsPipeline  # which annotates its own ChatGLM
-    pipe = kind(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder, tokenizer=tokens)
-    return pipe, {"max_sequence_length": 16}
+    return {"unet": denoiser, "scheduler": scheduler, "vae": autoencoder(), "text_encoder": encoder,
+            "tokenizer": tokens}
 
 
-def lcm_sd15(seed: int = 0) -> Pipeline:
-    """Return a LatentConsistencyModelPipeline: the guidance scale is embedded, the output consistent."""
-    torch.manual_seed(seed)
-    return sd15(lcm(), seed, "LatentConsistencyModelPipeline", unet=unet(time_cond_proj_dim=8))
+def pixart() -> Parts:
+    """Its transformer predicts noise and its variance; the pipeline drops the variance."""
+    denoiser = network("PixArtTransformer2DModel", num_layers=2, attention_head_dim=8, out_channels=8,
+                       caption_channels=WIDTH, cross_attention_dim=16, use_additional_conditions=False)
+    return with_t5(denoiser, scheduler=diffusers.DPMSolverMultistepScheduler())
 
 
-def editing(seed: int, kind: str, channels: int, **call: Any) -> Made:
-    """Return a pipeline of SD 1.5's parts whose U-Net reads an image as extra channels."""
-    torch.manual_seed(seed)
-    return sd15(None, seed, kind, unet=unet(in_channels=channels)), {"image": large_image()} | call
+@factory(FACTORIES, "HunyuanDiTPipeline", height=32, width=32, use_resolution_binning=False)
+def hunyuan_dit() -> Parts:
+    """v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4."""
+    denoiser = network("HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8,
+                       in_channels=4, hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)
+    scheduler = diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, prediction_type="v_prediction",
+                                        steps_offset=1)
+    return {"transformer": lively(denoiser), "scheduler": scheduler, "vae": autoencoder(stages=4), **clip(length=77),
+            **t5("_2", 256), **UNCHECKED}
 
 
-def pixart(seed: int, kind: str) -> Pipeline:
-    """Return a PixArt pipeline: a transformer that predicts noise and its variance; the pipeline drops the variance."""
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    denoiser = diffusers.PixArtTransformer2DModel(
-        sample_size=8, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
-        out_channels=8, caption_channels=WIDTH, cross_attention_dim=16, use_additional_conditions=False)
-    return silent(getattr(diffusers, kind)(
-        transformer=lively(denoiser), scheduler=diffusers.DPMSolverMultistepScheduler(), vae=autoencoder(),
-        text_encoder=t5(tokens), tokenizer=tokens))
-
-
-@factory(FACTORIES, "HunyuanDiTPipeline")
-def hunyuan_dit() -> Made:
-    """Return a HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5; images of 32 x 32, latents of 4 x 4."""
-    short, long = (tokenizer(length) for length in HUNYUAN_LENGTHS)
-    denoiser = diffusers.HunyuanDiT2DModel(
-        sample_size=4, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
-        hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH, cross_attention_dim_t5=WIDTH,
-        pooled_projection_dim=WIDTH, text_len=HUNYUAN_LENGTHS[0], text_len_t5=HUNYUAN_LENGTHS[1])
-    scheduler = diffusers.DDPMScheduler(
-        beta_start=0.00085, beta_end=0.02, beta_schedule="scaled_linear", clip_sample=False,
-        prediction_type="v_prediction", steps_offset=1)
-    return diffusers.HunyuanDiTPipeline(
-        transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(stages=4),
-        text_encoder=clip(short), tokenizer=short, text_encoder_2=t5(long), tokenizer_2=long,
-        **UNCHECKED), {"height": 32, "width": 32, "use_resolution_binning": False}
-
-
-@factory(FACTORIES, "CogView3PlusPipeline")
-def cogview3() -> Made:
-    """Return a CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
-    tokens = tokenizer()
-    denoiser = diffusers.CogView3PlusTransformer2DModel(
-        sample_size=8, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
-        out_channels=4, text_embed_dim=WIDTH, time_embed_dim=16, condition_dim=4, pos_embed_max_size=8)
-    scheduler = diffusers.CogVideoXDDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
-        rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False)
-    return diffusers.CogView3PlusPipeline(
-        transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(), text_encoder=t5(tokens),
-        tokenizer=tokens), {"max_sequence_length": 16}
+@factory(FACTORIES, "CogView3PlusPipeline", max_sequence_length=16)
+def cogview3() -> Parts:
+    """v-prediction from a terminal signal of zero."""
+    denoiser = network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
+                       pos_embed_max_size=8)
+    return with_t5(denoiser, scheduler=diffusers.CogVideoXDDIMScheduler(
+        **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
+        timestep_spacing="trailing", clip_sample=False))
 
 
 @factory(FACTORIES, "OmniGenPipeline")
-def omnigen() -> Made:
-    """Return an OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
+def omnigen() -> Parts:
+    """Without encode_prompt: its one transformer reads the prompt's tokens at every step."""
     rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
-    denoiser = diffusers.OmniGenTransformer2DModel(
-        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, num_layers=1, in_channels=4,
-        time_step_dim=4, rope_scaling=rope, vocab_size=1024, pad_token_id=0, pos_embed_max_size=8)
-    return diffusers.OmniGenPipeline(
-        transformer=lively(denoiser), vae=autoencoder(), tokenizer=tokenizer(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)), {}
+    denoiser = network("OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, rope_scaling=rope, vocab_size=1024,
+                       pad_token_id=0, pos_embed_max_size=8)
+    return {"transformer": lively(denoiser), "vae": autoencoder(), "tokenizer": tokenizer(),
+            "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}
 
 
 def unet(**options: Any) -> Network:
@@ -166,12 +133,6 @@ def unet(**options: Any) -> Network:
                  down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
                  cross_attention_dim=WIDTH)
     return lively(diffusers.UNet2DConditionModel(**small | options))
-
-
-def sizes(pooled: int) -> dict[str, Any]:
-    """Arguments of a U-Net that reads pooled embeddings and six size numbers."""
-    return {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
-            "projection_class_embeddings_input_dim": pooled + 6 * 4}
 
 
 def _chatglm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -199,79 +160,50 @@ def large_image(channels: int = 3) -> torch.Tensor:
     return torch.linspace(0, 1, 16).expand(1, channels, 16, 16).clone()
 
 
-INPAINT = "StableDiffusionInpaintPipeline"
-MASK = (large_image(1) > 0.5).float()
-FACTORIES |= {
-    "StableDiffusionPipeline": lambda seed: (sd15(None, seed), {}),
-    "StableDiffusionXLPipeline": lambda seed: (sdxl(seed, add_watermarker=False), {}),
-    "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
-    INPAINT: lambda seed: editing(seed, INPAINT, 9, mask_image=MASK),
+MASKED = {"image": large_image(), "mask_image": (large_image(1) > 0.5).float()}
+FACTORIES |= factories({
+    "StableDiffusionPipeline": (sd15_parts, {}),
+    "StableDiffusionXLPipeline": (sdxl_parts, {}),
+    # The guidance scale is embedded, the output consistent.
+    "LatentConsistencyModelPipeline": (sd15_parts, {}, {
+        "unet": lambda: unet(time_cond_proj_dim=8), "scheduler": lcm}),
+    # An image as extra channels.
+    "StableDiffusionInpaintPipeline": (sd15_parts, MASKED, {"unet": lambda: unet(in_channels=9)}),
     # It reads the state alone, and restores the image after every step.
-    f"{INPAINT} (4 channels)": lambda seed: editing(seed, INPAINT, 4, mask_image=MASK),
-    "StableDiffusionInstructPix2PixPipeline": lambda seed: editing(seed, "StableDiffusionInstructPix2PixPipeline", 8),
-    "StableDiffusionPAGPipeline": lambda seed: (sd15(None, seed, "StableDiffusionPAGPipeline"), {"pag_scale": 2.0}),
-    "StableDiffusionXLPAGPipeline": lambda seed: (
-        sdxl(seed, "StableDiffusionXLPAGPipeline", add_watermarker=False), {"pag_scale": 2.0}),
-    "PixArtAlphaPipeline": lambda seed: (pixart(seed, "PixArtAlphaPipeline"), SMALL),
-    "PixArtSigmaPipeline": lambda seed: (pixart(seed, "PixArtSigmaPipeline"), SMALL),
-    "StableDiffusionImg2ImgPipeline": lambda seed: (
-        sd15(None, seed, "StableDiffusionImg2ImgPipeline"), {"image": large_image()}),
-}
+    "StableDiffusionInpaintPipeline (4 channels)": (sd15_parts, MASKED),
+    "StableDiffusionInstructPix2PixPipeline": (sd15_parts, {"image": large_image()}, {
+        "unet": lambda: unet(in_channels=8)}),
+    "StableDiffusionPAGPipeline": (sd15_parts, {"pag_scale": 2.0}),
+    "StableDiffusionXLPAGPipeline": (sdxl_parts, {"pag_scale": 2.0}),
+    "PixArtAlphaPipeline": (pixart, SMALL),
+    "PixArtSigmaPipeline": (pixart, SMALL),
+    "StableDiffusionImg2ImgPipeline": (sd15_parts, {"image": large_image()}),
+})
 
 
 def unet_controlnet(width: int = WIDTH, **options: Any) -> Network:
     """Return a ControlNetModel for the tiny U-Nets. width: of the prompt's embeddings."""
-    control = lively(diffusers.ControlNetModel(
+    return awake(lively(diffusers.ControlNetModel(
         block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
         cross_attention_dim=width, attention_head_dim=2, norm_num_groups=4, conditioning_embedding_out_channels=(8, 8),
-        **options))
-    return _awake(control, control.controlnet_cond_embedding.conv_out, *control.controlnet_down_blocks,
-                  control.controlnet_mid_block)
+        **options)))
 
 
-def _awake(control: Network, *zeros: Any) -> Network:
-    """Fill the layers that start at zero, so that the control image has an effect."""
-    with torch.no_grad():
-        for layer in zeros:
-            layer.weight.normal_(std=0.3)
-    return control
-
-
-def controlnet(seed: int = 0) -> Pipeline:
-    torch.manual_seed(seed)
-    return sd15(None, seed, "StableDiffusionControlNetPipeline", controlnet=unet_controlnet())
-
-
-def xl_controlnet(seed: int = 0) -> Pipeline:
-    torch.manual_seed(seed)
-    control = unet_controlnet(2 * WIDTH, **sizes(WIDTH))
-    return sdxl(seed, "StableDiffusionXLControlNetPipeline", controlnet=control, add_watermarker=False)
-
-
-def sd3_controlnet(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusion3ControlNetPipeline, whose autoencoder encodes the control image."""
-    pipe = sd3(seed)
-    control = lively(diffusers.SD3ControlNetModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32,
+def sd3_controlnet() -> Parts:
+    """Its autoencoder encodes the control image."""
+    parts = sd3_parts()
+    control = lively(network(
+        "SD3ControlNetModel", attention_head_dim=8, joint_attention_dim=32, pooled_projection_dim=32,
         pos_embed_max_size=4, qk_norm="rms_norm"))
     vae = still_autoencoder()
     for block in control.controlnet_blocks:
         block.weight.data.mul_(0.1)
-    parts = pipe.components | {"vae": vae, "controlnet": _awake(control, control.pos_embed_input.proj)}
-    return silent(diffusers.StableDiffusion3ControlNetPipeline(**parts))
-
-
-def flux_controlnet(seed: int = 0) -> Pipeline:
-    torch.manual_seed(seed)
-    control = lively(flux_transformer(diffusers.FluxControlNetModel))
-    return flux(seed, "FluxControlNetPipeline", controlnet=control)
+    return parts | {"vae": vae, "controlnet": awake(control)}
 
 
 def ip_adapter(seed: int = 0) -> Pipeline:
     pipe = sd15(None, seed)
-    encoder, processor = image_encoder()
-    pipe.register_modules(image_encoder=encoder, feature_extractor=processor)
+    pipe.register_modules(image_encoder=image_encoder(), feature_extractor=image_processor())
     pipe.load_ip_adapter(ip_adapter_weights(pipe.unet), subfolder="", weight_name="")
     pipe.set_ip_adapter_scale(1.0)
     return pipe
@@ -292,10 +224,11 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
     return {"image_proj": image, "ip_adapter": adapter}
 
 
-CONDITIONED: Factories = {
-    "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": image()}),
-    "StableDiffusionXLControlNetPipeline": lambda seed: (xl_controlnet(seed), {"image": image()}),
-    "StableDiffusion3ControlNetPipeline": lambda seed: (sd3_controlnet(seed), SD3_CALL | {"control_image": image()}),
-    "FluxControlNetPipeline": lambda seed: (flux_controlnet(seed), FLUX_CALL | {"control_image": image()}),
-    "StableDiffusionPipeline (IP-Adapter)": lambda seed: (ip_adapter(seed), {"ip_adapter_image": image()}),
-}
+CONDITIONED = factories({
+    "StableDiffusionControlNetPipeline": (sd15_parts, {"image": image()}, {"controlnet": unet_controlnet}),
+    "StableDiffusionXLControlNetPipeline": (sdxl_parts, {"image": image()}, {
+        "controlnet": lambda: unet_controlnet(2 * WIDTH, **POOLED)}),
+    "StableDiffusion3ControlNetPipeline": (sd3_controlnet, SD3_CALL | {"control_image": image()}),
+    "FluxControlNetPipeline": (flux_parts, FLUX_CALL | {"control_image": image()}, {
+        "controlnet": lambda: lively(flux_transformer("FluxControlNetModel"))}),
+}) | {"StableDiffusionPipeline (IP-Adapter)": lambda seed=0: (ip_adapter(seed), {"ip_adapter_image": image()})}
