@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from flowgrpo.config.sections import IPAdapter, Load
 from flowgrpo.errors import UserError
@@ -25,6 +27,15 @@ INDICES = ("model_index.json", "modular_model_index.json")  # of a pipeline; of 
 def index_file(folder: Path) -> Path:
     """The index of the pipeline in a folder, which need not be there."""
     return next((folder / name for name in INDICES if (folder / name).is_file()), folder / INDICES[0])
+
+
+def described(path: Path) -> dict[str, Any]:
+    """The object in a model's JSON file; empty where none can be read, of which loading says what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def hub_index(model: str, revision: str | None) -> str:

@@ -22,7 +22,7 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import BatchShape, prompts_per_part
 from flowgrpo.device import put_away, to_device, wait_for_copies
-from flowgrpo.samplers.rollout import C, Denoiser, Part, Replayer, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Denoiser, Part, Replayer, RolloutSpec, Seed, single_score
 from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
@@ -221,19 +221,17 @@ class Recorder:
              records: list[StepRecord]) -> None:
         """Record a step from the states x [n,*D] to x_next [m,*D]. records: of its micro-batches."""
         before, after = self._put(x), self._put(x_next)
-        logp = torch.cat([record.logp[step] for record in records])[:, None]
-        means, std = None, None
-        if self.means:
-            means = torch.cat([record.transition[step].mean for record in records])[:, None]
-            means = put_away(means, self.states)
-            std = records[0].transition[step].std.reshape(1)
-        score = Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std)
+        old = single_score(torch.cat([record.logp[step] for record in records]))
         clean = None
+        if self.means or self.predict is not None:
+            drawn = torch.cat([record.transition[step].mean for record in records])
+        if self.means:
+            old = replace(old, mean=put_away(drawn[:, None], self.states),
+                          std=records[0].transition[step].std.reshape(1))
         if self.predict is not None:
             first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
-            drawn = torch.cat([record.transition[step].mean for record in records])
             clean = put_away(self.predict(x, drawn[first.to(drawn.device)], step), self.states)
-        self.taken[step] = Transitions(step, before, prompts, parent, after, score, clean=clean)
+        self.taken[step] = Transitions(step, before, prompts, parent, after, old, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
         """State on the device of recorded states; the last stored one is not copied again."""
@@ -340,23 +338,18 @@ def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
         mean = None if old.mean is None else unwrap(new.mean).detach().to(old.mean.device)
         entropy = None if new.entropy is None else new.entropy.detach()
         scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
-    transitions = tuple(replace(taken, old=replace(_concatenate(of), guided=taken.old.guided))
-                        for taken, of in zip(part.transitions, scores))
+    transitions = tuple(
+        replace(taken, old=Scored(torch.cat([new.logp for new in of]), torch.cat([new.mask for new in of]),
+                                  cat_known([new.mean for new in of]), of[0].std,
+                                  entropy=cat_known([new.entropy for new in of]), guided=taken.old.guided))
+        for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
 
 def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
     """Log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
-    logp = gaussian.log_prob(transition, x_next)[:, None]
-    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if means else (None, None)
-    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
-
-
-def _concatenate(scores: list[Scored]) -> Scored:
-    mean, entropy = (None if values[0] is None else torch.cat([unwrap(value) for value in values])
-                     for values in ([old.mean for old in scores], [old.entropy for old in scores]))
-    return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
-                  scores[0].std, entropy=entropy)
+    logp = gaussian.log_prob(transition, x_next)
+    return single_score(logp, transition.mean, transition.std.reshape(1), slope) if means else single_score(logp)
 
 
 class BaseImages(Generic[C]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
 from flowgrpo.samplers.growth import sampler_steps
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, single_score
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 
@@ -83,8 +83,3 @@ def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
     last = links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
     return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
-
-
-def single_score(logp: Tensor) -> Scored:
-    """Score [b,1] of one decision per row, from log-densities or rewards [b]."""
-    return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

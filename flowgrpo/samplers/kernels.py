@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import torch
@@ -193,13 +193,13 @@ class NoiseNet(torch.nn.Module):
             return (torch.tanh(self.level(hidden)[..., 0]) + 1) / 2
 
 
+@dataclass(frozen=True, eq=False)
 class Noisy:
     """`LearnedNoise` with its network, between two bounds; the gradient of its deviation reaches the network."""
 
-    def __init__(self, network: NoiseNet, low: float, high: float):
-        self.network = network
-        self.low = low
-        self.high = high
+    network: NoiseNet
+    low: float
+    high: float
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         return _noisy(x, v, grid, i, self.low, self.high, self.network)
@@ -302,9 +302,8 @@ def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tenso
     return _pull_to_noise(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 
 
-def _posterior(
-    x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
-) -> Gaussian:
+def _posterior(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
+               ) -> Gaussian:
     """(1-s') x0 + s' (kept * x1 + fresh * noise), where fresh^2 + kept^2 = 1."""
     return _pull_to_noise(x, v, sigma, after, pull=after * (1 - kept), std=after * fresh)
 

@@ -22,9 +22,9 @@ from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.growth import replay, rescore
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed, single_score
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.types import Gaussian, Scored, Transitions, wide
+from flowgrpo.types import Gaussian, Transitions, wide
 
 
 @part("edit")
@@ -143,8 +143,7 @@ def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
     first, bases before edits.
     """
-    n = editor.edit.candidates
-    count = len(x0)
+    n, count = editor.edit.candidates, len(x0)
     both = torch.cat([x0, editor.edit.apply(x0, drawn)])
     with torch.no_grad():
         values = torch.cat([editor.value(conditioning.rows(prompts[rows % count]), both[rows.to(both.device)])
@@ -156,12 +155,10 @@ def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
 def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor,
                       parent: Tensor, decisions: Tensor, proposed: Tensor) -> Part:
     """Part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
-    logp = torch.zeros(len(decisions), 1)
-    of = bases[parent]
-    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
-                      decisions[:, None].to(editor.states) if exploration.keep_means else None)
-    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent,
-                  decisions.to(editor.states), unscored, proposed=proposed.to(editor.states))
+    of, kept = bases[parent], decisions.to(editor.states)
+    unscored = single_score(torch.zeros(len(kept)), kept if exploration.keep_means else None)
+    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent, kept, unscored,
+                  proposed=proposed.to(editor.states))
     return replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
                    finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
                    seeds=None if part.seeds is None else part.seeds[of])

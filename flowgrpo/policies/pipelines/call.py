@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
-from flowgrpo.policies.weights.forwards import FUSED, plain
+from flowgrpo.policies.weights.forwards import FUSED, modules_of, plain, replaced
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
@@ -74,9 +75,8 @@ class PipelineCall:
         if any(getattr(module.config, "flow_map", False) for module in self.denoisers.values()):
             self.scheduler.quirk = replace(self.scheduler.quirk, ahead=True)
         self.scale = guidance_argument(self.accepts, self.denoisers.values())
-        self._memo = EncoderCache({name: part for name, part in pipe.components.items()
-                                   if isinstance(part, torch.nn.Module) and name not in trained
-                                   and not takes_timestep(part)})
+        self._memo = EncoderCache({name: part for name, part in modules_of(pipe).items()
+                                   if name not in trained and not takes_timestep(part)})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
@@ -154,12 +154,7 @@ class PipelineCall:
             self.heard.append(beside[0])
         if given.get("output_type") == "pt":
             out = rgb(out, self.pipe)
-        if task is None:
-            record = None
-        elif self.scheduler.companions:
-            record = self.scheduler.take_record()
-        else:
-            record, self.scheduler.record = self.scheduler.record, StepRecord()
+        record = None if task is None else self.scheduler.take_record()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
@@ -208,25 +203,19 @@ class PipelineCall:
         return plain_on_cpu(self.device)
 
 
-@contextlib.contextmanager
-def _decoding(pipe: Any) -> Iterator[None]:
+def _decoding(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: autoencoders decode in their own precision, as the stock pipeline's do, not under autocast."""
-    def stock(vae: Any, decode: Callable) -> Callable:
+    def stock(vae: Any) -> Callable:
+        decode = vae.decode
+
         @functools.wraps(decode)
         def decode_in_dtype(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(latents.device.type, enabled=False):
                 return decode(latents.to(vae.dtype), *args, **kwargs)
         return decode_in_dtype
 
-    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                       and "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)]
-    for vae in vaes:
-        vae.decode = stock(vae, vae.decode)
-    try:
-        yield
-    finally:
-        for vae in vaes:
-            del vae.decode
+    return replaced("decode", {part: stock(part) for name, part in modules_of(pipe).items()
+                               if "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)})
 
 
 def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
@@ -236,59 +225,34 @@ def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
     return lambda *_, **__: next(calls)
 
 
-@contextlib.contextmanager
-def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
+def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None
+               ) -> contextlib.AbstractContextManager[None]:
     """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
 
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
     images would depend on what else was drawn before.
     """
     if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
-        yield
-        return
-    scheduler.step = partial(scheduler.step, generator=generator)
-    try:
-        yield
-    finally:
-        del scheduler.step
+        return contextlib.nullcontext()
+    return replaced("step", {scheduler: partial(scheduler.step, generator=generator)})
 
 
-@contextlib.contextmanager
-def disable_safety_checker(pipe: Any) -> Iterator[None]:
+def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    checker = vars(pipe).get("safety_checker")
-    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
-    try:
-        yield
-    finally:
-        vars(pipe)["safety_checker"] = checker
+    return replaced("safety_checker", {pipe: None})  # the pipeline's own setter would forget the checker's class
 
 
-@contextlib.contextmanager
-def silence_warnings() -> Iterator[None]:
+def silence_warnings() -> contextlib.AbstractContextManager[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    handlers = logging.getLogger("diffusers").handlers
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
-        handler.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for handler, level in zip(handlers, levels, strict=True):
-            handler.setLevel(level)
+    return replaced("level", dict.fromkeys(logging.getLogger("diffusers").handlers, logging.ERROR))
 
 
-@contextlib.contextmanager
-def at_guidance(policy: Any, scale: float) -> Iterator[None]:
+def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:
     """Context manager: the policy predicts at this guidance scale."""
-    before, policy.guidance = policy.guidance, scale
-    try:
-        yield
-    finally:
-        policy.guidance = before
+    return replaced("guidance", {policy: scale})
 
 
 def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Module] = ()) -> str:
@@ -324,17 +288,15 @@ class _Set(Exception):
 @contextlib.contextmanager
 def until_set(scheduler: Any) -> Iterator[None]:
     """Context manager: a pipeline call ends silently once it has set the steps of `scheduler`, which keeps them."""
-    @functools.wraps(scheduler.set_timesteps)  # pipelines look at the arguments that it takes
+    stock = scheduler.set_timesteps
+
+    @functools.wraps(stock)  # pipelines look at the arguments that it takes
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
         stock(*args, **kwargs)
         raise _Set
 
-    stock, scheduler.set_timesteps = scheduler.set_timesteps, set_timesteps
-    try:
-        with contextlib.suppress(_Set):
-            yield
-    finally:
-        del scheduler.set_timesteps
+    with replaced("set_timesteps", {scheduler: set_timesteps}), contextlib.suppress(_Set):
+        yield
 
 
 @contextlib.contextmanager
@@ -370,19 +332,10 @@ class IdleSteps:
         self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
         self._known: dict[str, tuple[int, Any]] = {}
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: the denoisers look at the scheduler before they run."""
-        kept: dict[str, Any] = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
-        for name, module in self.denoisers.items():
-            module.forward = self._skip_when_idle(name, module.forward)
-        try:
-            yield
-        finally:
-            for name, module in self.denoisers.items():
-                del module.forward
-                if kept[name] is not None:
-                    module.forward = kept[name]
+        return replaced("forward", {module: self._skip_when_idle(name, module.forward)
+                                    for name, module in self.denoisers.items()})
 
     def _skip_when_idle(self, name: str, forward: Callable) -> Callable:
         states = next(iter(inspect.signature(forward).parameters))
@@ -436,18 +389,13 @@ class EncoderCache:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         distribution: Any = DiagonalGaussianDistribution
-        sample = distribution.sample
-        methods = {name: "encode" if name in self.rowwise else "forward" for name in self.modules}
-        for name, method in methods.items():
-            # On the instance, beside the class's own method, which comes back when this one is deleted.
-            setattr(self.modules[name], method, self._once(name, getattr(self.modules[name], method)))
-        distribution.sample = lambda self, generator=None: self.mode()
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self.modules.items():
+                method = "encode" if name in self.rowwise else "forward"
+                stack.enter_context(replaced(method, {module: self._once(name, getattr(module, method))}))
+            stack.callback(setattr, distribution, "sample", distribution.sample)
+            distribution.sample = lambda self, generator=None: self.mode()
             yield
-        finally:
-            distribution.sample = sample
-            for name, method in methods.items():
-                delattr(self.modules[name], method)
 
     def _once(self, name: str, method: Callable) -> Callable:
         def one(*args: Any, **kwargs: Any) -> Any:
@@ -469,15 +417,14 @@ class EncoderCache:
 
 def join(parts: list[Any]) -> Any:
     """Join an autoencoder's `encode` results of single rows to that of a batch."""
-    first = parts[0]
-    if torch.is_tensor(first):
-        return torch.cat(parts)
-    if isinstance(first, tuple):
-        return tuple(join(list(values)) for values in zip(*parts))
-    if isinstance(first, dict):  # of any of diffusers' output classes
-        return type(first)(**{key: join([part[key] for part in parts]) for key in first})
-    # A latent distribution.
-    return None if first is None else type(first)(torch.cat([part.parameters for part in parts]))
+    def cat(*values: Any) -> Any:
+        if values[0] is None:
+            return None
+        if torch.is_tensor(values[0]):
+            return torch.cat(values)
+        return type(values[0])(torch.cat([value.parameters for value in values]))  # a latent distribution
+
+    return tree_map(cat, *parts)  # diffusers' output classes are trees too
 
 
 # --- prompts, encoded by a call without steps ------------------------------------------------------------------------
@@ -546,22 +493,20 @@ class EncodePrompt:
         rows = list(zip(conditioning.prompts, conditioning.negatives,
                         zip(*([id(image) for image in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
-        first = {row: rows.index(row) for row in rows}
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
-        if (kept := self.kept) is not None:
-            with torch.no_grad():
-                for row, place in first.items():
-                    if row not in kept:
-                        kept[row] = self(plain.rows(torch.tensor([place])), guidance)
-            parts = [kept[row] for row in first]
-        else:
-            parts = [self(row, guidance) for row in plain.rows(torch.tensor(list(first.values()))).each()]
-        if torch.is_grad_enabled() and kept is None and not any(_in_graph(call) for one in parts for call in one.calls):
+        different = list(dict.fromkeys(rows))
+        known = {} if self.kept is None else self.kept
+        with contextlib.nullcontext() if self.kept is None else torch.no_grad():
+            for row in different:
+                if row not in known:
+                    known[row] = self(plain.rows(torch.tensor([rows.index(row)])), guidance)
+        parts = [known[row] for row in different]
+        if torch.is_grad_enabled() and self.kept is None and not any(
+                torch.is_tensor(value) and value.requires_grad for value in tree_leaves([one.calls for one in parts])):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
-        places = {row: place for place, row in enumerate(first)}
         encoded = concatenate(parts, conditioning.masks, pad=False)
-        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes,
+        return replace(encoded.rows(torch.tensor([different.index(row) for row in rows])), sizes=conditioning.sizes,
                        scales=conditioning.scales)
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
@@ -603,9 +548,3 @@ def _is_shared(one: Any, two: Any) -> bool:
     if shapes[0] != shapes[1] and (len(one), len(two), *shapes[0][1:]) != (1, 2, *shapes[1][1:]):
         raise ValueError(f"encode_prompt gives {list(shapes[0])} for one prompt and {list(shapes[1])} for two")
     return shapes[0] == shapes[1]
-
-
-def _in_graph(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_in_graph, value))
-    return torch.is_tensor(value) and value.requires_grad

@@ -6,7 +6,6 @@ All stay frozen; what is trained is the denoiser's LoRA.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,11 +161,8 @@ def class_of(config: Config) -> Any:
 
 def _class_name(config: Config) -> str:
     """Return the name of the pipeline's class by a local folder; "" where none says it."""
-    index = sources.index_file(Path(FOLDERS.get(config.model, config.model)))
-    try:
-        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
-    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
-        return ""
+    index = sources.described(sources.index_file(Path(FOLDERS.get(config.model, config.model))))
+    return str(index.get("_class_name", ""))
 
 
 def _short(error: BaseException) -> str:

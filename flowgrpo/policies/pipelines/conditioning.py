@@ -104,7 +104,7 @@ class Conditioning:
             if not torch.is_tensor(value):
                 return [value[i] for i in picked]
             if value.device not in places:
-                places[value.device] = index if value.device == index.device else to_device(index, value.device)
+                places[value.device] = to_device(index, value.device)
             return value[places[value.device]]
 
         calls = tuple(tuple(select(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
@@ -268,8 +268,7 @@ class PromptCache:
             self._known.move_to_end(key)
             return self._known[key]
         images = images_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
-        name = _digest(json.dumps([prompt, negative, digest(images)] if images else [prompt, negative]))
-        path = self.folder / f"{name}.safetensors" if self.folder else None
+        path = entry(self.folder, prompt, negative, images) if self.folder else None
         if path and path.exists():
             return replace(_read(path, prompt, negative), inputs=images)
         self._require_encoders(prompt)
@@ -282,9 +281,10 @@ class PromptCache:
         return conditioning
 
 
-def entry(folder: Path, prompt: str, negative: str) -> Path:
-    """Return the file of a prompt without an image in a cache's folder."""
-    return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
+def entry(folder: Path, prompt: str, negative: str, images: dict[str, Any] = {}) -> Path:
+    """Return the file of a prompt, and of the images that it brings, in a cache's folder."""
+    key = json.dumps([prompt, negative, digest(images)] if images else [prompt, negative])
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
 
 def concatenate(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
@@ -313,45 +313,43 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference image and others do not: give all an `image`, or "
                         "none; or the same keys of other inputs")
-    calls = tuple(
-        tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]
-              for v, per_row in enumerate(flags))
-        for c, flags in enumerate(first.per_prompt))
-    return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
-                        calls, first.per_prompt,
-                        {name: [image for part in parts for image in part.inputs[name]] for name in first.inputs},
+
+    def cat(values: Iterable[Any]) -> Any:
+        values = list(values)
+        return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
+
+    calls = tuple(tuple(cat(values) if per_row else values[0] for per_row, *values in zip(flags, *of_call))
+                  for flags, *of_call in zip(first.per_prompt, *(part.calls for part in parts)))
+    return Conditioning(cat(part.prompts for part in parts), cat(part.negatives for part in parts), calls,
+                        first.per_prompt, {name: cat(part.inputs[name] for part in parts) for name in first.inputs},
                         first.one_per_call, first.bare, first.listed)
-
-
-def _stack(values: list) -> torch.Tensor | list:
-    return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
 
 
 def digest(value: Any) -> str:
     """Return a hash of the content of tensors, images, arrays, and of containers of them."""
-    content = hashlib.blake2b(digest_size=16)
-    _tell(value, content)
-    return content.hexdigest()
-
-
-def _tell(value: Any, content: hashlib.blake2b) -> None:
     from PIL.Image import Image
 
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _tell(part, content)
-    elif isinstance(value, dict):
-        _tell(sorted(value.items()), content)
-    elif torch.is_tensor(value):
-        content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        content.update(raw)
-    elif isinstance(value, (Image, np.ndarray)):
-        array = np.ascontiguousarray(value)
-        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    else:
-        content.update(repr(value).encode())
-    content.update(b"|")
+    content = hashlib.blake2b(digest_size=16)
+
+    def tell(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                tell(part)
+        elif isinstance(value, dict):
+            tell(sorted(value.items()))
+        elif torch.is_tensor(value):
+            content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content.update(raw)
+        elif isinstance(value, (Image, np.ndarray)):
+            array = np.ascontiguousarray(value)
+            content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            content.update(repr(value).encode())
+        content.update(b"|")
+
+    tell(value)
+    return content.hexdigest()
 
 
 def fingerprint(policy: PromptEncoder) -> str:
@@ -367,10 +365,6 @@ def fingerprint(policy: PromptEncoder) -> str:
                 content.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()} "
                                f"{parameter.flatten()[-16:].tolist()}".encode())
     return content.hexdigest()[:16]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:

@@ -7,7 +7,6 @@ is known by its scheduler and its configuration, and by the names of its reposit
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.policies.pipelines.load import index_ahead
+from flowgrpo.policies.sources import described
 from flowgrpo.starter import MERGED
 
 # In names of models and of files.
@@ -120,25 +120,16 @@ def ahead(model: str, files: Load = Load()) -> Facts:
     if not index:
         return Facts(_names(model, files), scheduler=str(files.scheduler.get("class", "")), grid=files.scheduler)
     folder = Path(index["_folder"])
-    grid = _read(MERGED.get(model, folder) / "scheduler" / "scheduler_config.json") or {}
-    grid |= files.scheduler
+    grid = described(MERGED.get(model, folder) / "scheduler" / "scheduler_config.json") | files.scheduler
     scheduler = str(files.scheduler.get("class", grid.get("_class_name", "")))
-    return Facts(_names(model, files), str(index.get("_class_name")), scheduler, grid,
-                 _read(folder / "unet" / "config.json"), _read(folder / "transformer" / "config.json"), index)
+    unet, transformer = (described(folder / name / "config.json") or None for name in ("unet", "transformer"))
+    return Facts(_names(model, files), str(index.get("_class_name")), scheduler, grid, unet, transformer, index)
 
 
 def _names(model: str, files: Load) -> list[str]:
     """Return the names by which a model may be known, the model's own first. A file's folder counts for its name."""
     others = (files.denoiser, *(lora.path for lora in files.loras_with_scales))
     return [Path(model).name, *("/".join(Path(path).parts[-2:]) for path in others if path)]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # loading says what is wrong
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def few_step_config(config: Config, facts: Facts) -> Config:

@@ -23,6 +23,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import conditioned, frames, modular, prompt_inputs
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
@@ -68,9 +69,8 @@ def pipeline(file: str, source: str, index: dict[str, Any], dtype: torch.dtype, 
     encoders = {name: kind.from_pretrained(Path(source) / name, dtype=dtype)
                 for name, kind in encoders_apart(file, source, index).items()}
     pipe = cls.from_single_file(file, config=source, dtype=dtype, **encoders, **parts)
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            _require_complete(file, name, part)
+    for name, part in modules_of(pipe).items():
+        _require_complete(file, name, part)
     return pipe
 
 
@@ -208,12 +208,11 @@ def skeleton(model: str, files: Load = Load()) -> tuple[Any, dict[str, torch.nn.
 
 def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
     """Return `frames.rate` of a model by its files on this machine, `image.fps` or USUAL where they are not there."""
-    index, denoiser = index_ahead(model, files), dict[str, Any]()
+    index = index_ahead(model, files)
     cls = modular.class_of(index.get("_class_name"))
     if cls is None or not frames.is_video(cls):
         return fps or frames.USUAL
-    with contextlib.suppress(OSError, ValueError):
-        denoiser = json.loads((Path(index["_folder"]) / "transformer" / "config.json").read_text(encoding="utf-8"))
+    denoiser = sources.described(Path(index["_folder"]) / "transformer" / "config.json")
     return frames.rate(cls, denoiser | index, call, fps)
 
 
@@ -227,15 +226,13 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
 
     A ControlNet only steers one.
     """
-    return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
-            and takes_timestep(module)}
+    return {name: module for name, module in sorted(modules_of(pipe).items())
+            if "ControlNet" not in type(module).__name__ and takes_timestep(module)}
 
 
 def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that read a pipeline's prompts."""
-    return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
+    return {name: module for name, module in sorted(modules_of(pipe).items()) if name.startswith("text_encoder")}
 
 
 def trainable_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
@@ -398,12 +395,9 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
 
 def _missing(folder: Path) -> str | None:
     """Return what a pipeline's folder lacks of the parts in its index; None if it lacks none, or is no such folder."""
-    try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))  # of no ModularPipeline
-    except (OSError, ValueError):
-        return None
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
-    lacking = [name for name in parts if not (folder / name).is_dir()]
+    index = sources.described(folder / "model_index.json")  # of no ModularPipeline
+    lacking = [name for name, value in index.items()
+               if isinstance(value, list) and value[0] is not None and not (folder / name).is_dir()]
     return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.policies.weights.forwards import blocks, replaced
 
 Context = Callable[[], contextlib.AbstractContextManager]
 # Classes whose own checkpointing computes other values: Chroma's omits the attention mask.
@@ -74,22 +74,12 @@ def supports_checkpointing(module: Any) -> bool:
     return getattr(module, "_supports_gradient_checkpointing", False)
 
 
-@contextlib.contextmanager
-def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> Iterator[None]:
+def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> contextlib.AbstractContextManager[None]:
     """Context manager: a forward of these modules stores only its arguments and is recomputed in the backward pass.
 
     The recomputation runs inside `context()`, which must restore the present state (the same attention kernel).
     """
-    kept = {module: vars(module).get("forward") for module in modules}
-    for module in kept:
-        module.forward = _again(module.forward, context)
-    try:
-        yield
-    finally:
-        for module, forward in kept.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    return replaced("forward", {module: _again(module.forward, context) for module in modules})
 
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
@@ -101,27 +91,19 @@ def _again(forward: Callable, context: Context, block: torch.nn.Module | None = 
         processors = {module: module.processor for module in (block.modules() if block else ())
                       if "processor" in vars(module)}
 
+        @contextlib.contextmanager
+        def as_then() -> Iterator[None]:
+            with replaced("processor", processors), context():
+                yield
+
         def run(*values: Any) -> Any:  # by position: hooks that measure the memory see the stored values
             return forward(*values[:len(args)], **dict(zip(kwargs, values[len(args):], strict=True)))
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False,
-                          context_fn=lambda: (contextlib.nullcontext(), _as_then(processors, context)))
+                          context_fn=lambda: (contextlib.nullcontext(), as_then()))
     vars(answer)["plain"] = forward
     vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     return answer
-
-
-@contextlib.contextmanager
-def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterator[None]:
-    now = {module: module.processor for module in processors}
-    for module, processor in processors.items():
-        module.processor = processor
-    try:
-        with context():
-            yield
-    finally:
-        for module, processor in now.items():
-            module.processor = processor
 
 
 def recompute(model: torch.nn.Module, share: float = 1.0) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,27 @@ ONE_KERNEL = ("cuda", "meta")  # devices whose rms_norm is one kernel; meta stan
 FUSED = F.scaled_dot_product_attention
 LARGEST = 2**28  # scores of one call; they have to fit in memory; above, the fused kernel's smaller one counts for more
 KINDS = 64  # most graphs per block: one per shape, grad mode, adapter on or off
+
+
+def modules_of(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Components of a pipeline that have weights, by name."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+@contextlib.contextmanager
+def replaced(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
+    """Context manager: objects have these attributes of that name, past any setter; behind it what they had, be it
+    their own or their class's."""
+    own = {each: vars(each)[name] for each in values if name in vars(each)}
+    for each, value in values.items():
+        vars(each)[name] = value
+    try:
+        yield
+    finally:
+        for each in values:
+            vars(each).pop(name, None)
+            if each in own:
+                vars(each)[name] = own[each]
 
 
 def without_casts(layers: Iterable[Any]) -> bool:

@@ -8,6 +8,7 @@ holds is what a pipeline got.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from flowgrpo.log import quiet
 from flowgrpo.nouns import quantity
 from flowgrpo.packages import import_failure
 from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.storage.manifest import order_metadata
 from flowgrpo.storage.places import CONFIG, is_checkpoint, unfinished
 
@@ -44,6 +46,7 @@ OTHERS = {".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT", ".boft_": "BOFT", 
           ".lora_B.bias": "LoRA with biases", ".lora_up.bias": "LoRA with biases", ".b1.weight": "GLoRA",
           "emb_params": "textual inversion", "string_to_param": "textual inversion"}
 WITHIN = 1e-2  # relative, of |B A|^2 where A and B were rounded to bf16: four times its unit roundoff of 2^-9
+LEAST = 1e-12  # of |B A|^2: what is below is no change
 SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 LORA_FILE = "pytorch_lora_weights.safetensors"
 INIT, LIVE = "init", "default"  # adapters: the LoRA from which a run starts while it is read, and the trained one
@@ -181,7 +184,7 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
         raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
     # Loaders drop what they do not know without an error: compare sums of squares with the files'.
     _require_all(path, held, type(pipe).__name__, sizes, sum(counts.values()))
-    if not _near(magnitudes, held.magnitudes, WITHIN):
+    if not math.isclose(magnitudes, held.magnitudes, rel_tol=WITHIN, abs_tol=LEAST):
         raise UserError(f"{path}: the lengths of its DoRA do not reach {type(pipe).__name__} as they are: convert it "
                         "with a current diffusers, or merge it into the model")
     of = ", ".join(f"{quantity(count, 'layer')} of the {name}" for name, count in counts.items())
@@ -201,19 +204,16 @@ def doubt(held: Held) -> str:
 def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: int) -> None:
     """Raise UserError where the sizes of loaded layers are not those of the files' layers."""
     total = sum(held.sizes.values())
-    if count >= len(held.sizes) and _near(sum(sizes), total, WITHIN):
+    if count >= len(held.sizes) and math.isclose(sum(sizes), total, rel_tol=WITHIN, abs_tol=LEAST):
         return
-    left = {layer: size for layer, size in held.sizes.items() if not any(_near(size, other, 0.02) for other in sizes)}
+    left = {layer: size for layer, size in held.sizes.items()
+            if not any(math.isclose(size, other, rel_tol=2 * WITHIN, abs_tol=LEAST) for other in sizes)}
     if count < len(held.sizes) and not left:  # layers that change nothing
         left = dict(list(held.sizes.items())[count:])
     some = next(iter(left or held.sizes))
     raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {quantity(len(held.sizes), 'layer')} are applied "
                     f"to {model}, and {len(left) or 'some'} are not, or at another scale, such as {some}: expected a "
                     "LoRA of this model, without parts that it lacks")
-
-
-def _near(one: float, other: float, within: float) -> bool:
-    return abs(one - other) <= within * max(abs(one), abs(other)) + 1e-12
 
 
 def _range(values: set[float]) -> str:
@@ -315,8 +315,7 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
         raise
     except Exception as error:  # third-party files can raise anything
         raise _unread(path, type(pipe), held, error) from error
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    return require_applied(path, held, pipe, parts, adapter)
+    return require_applied(path, held, pipe, modules_of(pipe), adapter)
 
 
 def _unread(path: Path, cls: Any, held: Held, error: Exception) -> UserError:
@@ -432,13 +431,12 @@ def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> St
 
 def targets_for(layers: Iterable[str], others: Iterable[str]) -> list[str]:
     """Shortest targets that name all of these layers and none of the others."""
-    taken = {key[at:] for key in others for at in (0, *(match.end() for match in re.finditer(r"\.", key)))}
-    found = set()
-    for layer in layers:
-        starts = (0, *(match.end() for match in re.finditer(r"\.", layer)))
-        found.add(next((end for at in reversed(starts) if (end := layer[at:]) not in taken and not
-                        end.partition(".")[0].isdigit()), layer))
-    return sorted(found)
+    def endings(key: str) -> list[str]:  # the shortest first
+        return [".".join(key.split(".")[-count:]) for count in range(1, key.count(".") + 2)]
+
+    taken = {end for key in others for end in endings(key)}
+    return sorted({next((end for end in endings(layer) if end not in taken and not end.partition(".")[0].isdigit()),
+                        layer) for layer in layers})
 
 
 def require_start(setting: str, path: Path, start: Start, adapter: Adapter, trained: Iterable[str],

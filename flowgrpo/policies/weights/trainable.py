@@ -15,6 +15,7 @@ from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights import adapters, lora_files, sharding
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, ends, loader, save_stock
 from flowgrpo.storage import atomic, paths
 
@@ -178,8 +179,7 @@ class TrainableWeights:
         return self.average(weighted)
 
     def _others(self) -> dict[str, torch.nn.Module]:
-        return {name: part for name, part in self.pipe.components.items()
-                if isinstance(part, torch.nn.Module) and name not in self.modules}
+        return {name: part for name, part in modules_of(self.pipe).items() if name not in self.modules}
 
     def _attach(self, path: Path, adapter: str) -> str:
         return attach(self.pipe, self.modules, path, adapter)
