@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, smooth_l1_loss
@@ -32,7 +31,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.rollout import RolloutSpec, fork_seed, single_score
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored, wide
 
@@ -102,6 +101,9 @@ class TextExamples(DataLosses):
         ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
         return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
+    def encoded(self, examples: Sequence[Example]) -> Any:
+        return self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
+
 
 def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
     """Summed loss of n pairs of these margins.
@@ -138,7 +140,7 @@ class PairTokenLosses(TextExamples):
     def _of(self, examples: Sequence[Example]) -> Tensor:
         loss, policy, count = self.part.loss, self.policy, len(examples)
         ids, mask = self.pad([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
+        encoded = self.encoded(examples)
         prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
         new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None
         if loss.reads_reference:
@@ -167,7 +169,7 @@ class TokenLosses(TextExamples):
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         rows = [self.tokens(example) for example in examples]
         ids, mask = self.pad(rows)
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
+        encoded = self.encoded(examples)
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         scored = self.policy.log_probs(encoded, torch.arange(len(rows)), ids, mask,
@@ -195,13 +197,9 @@ class TokenLosses(TextExamples):
 
     def _mean_hidden_states(self, examples: Sequence[Example]) -> Tensor:
         """Mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
-        rows = [self.tokens(example) for example in examples]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding).to(self.policy.device)
-        counts = torch.tensor([len(row) for row in rows], device=ids.device)
-        mask = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
-        states = self.policy.states_before(encoded, ids).float()
-        return normalize((states * mask[..., None]).sum(1) / counts[:, None], dim=1)
+        ids, mask = (each.to(self.policy.device) for each in self.pad([self.tokens(example) for example in examples]))
+        states = self.policy.states_before(self.encoded(examples), ids).float()
+        return normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=1)
 
 
 def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:
@@ -217,7 +215,7 @@ def condition_prompt(condition: str, example: Example) -> Prompt:
 
 def seed_of(seed: int, update: int, place: int) -> int:
     """Seed of an example's draws. place: its place in the batch of an optimizer step."""
-    return int(np.random.SeedSequence((seed, update, place, DRAWS)).generate_state(1, np.uint64)[0] >> 1)
+    return fork_seed(seed, update, place, DRAWS)
 
 
 class NoisedLosses(DataLosses):
@@ -304,8 +302,7 @@ class PairNoisedLosses(NoisedLosses):
             def score() -> Scored:
                 with at_guidance(policy, self.part.guidance):
                     output = policy.replay(encoded, x, times.grid, k, times.timesteps)
-                logp = -self.errors(output, target, t)[:, None] / 2
-                return Scored(logp, torch.ones_like(logp, dtype=torch.bool))
+                return single_score(-self.errors(output, target, t) / 2)
 
             reference = None
             if loss.reads_reference:

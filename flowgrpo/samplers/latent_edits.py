@@ -22,7 +22,7 @@ from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.growth import replay, rescore
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed, single_score
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed, generators, single_score
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Transitions, wide
 
@@ -118,7 +118,7 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
     seeds = (fork_seed(seed(int(p), leaf % count), 2) for leaf, p in enumerate(part.prompts))
-    noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
+    noise = noise_like(x0, generators(seeds))
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
                            for rows in torch.arange(len(x0)).split(micro_batch)])
@@ -132,7 +132,14 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
         bases = chosen % len(x0)
         parent = torch.arange(len(chosen))
         decisions = torch.cat([torch.zeros_like(drawn), drawn])[chosen]
-    part = _record_decisions(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
+    # Samples and recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from.
+    of, kept = bases[parent], decisions.to(editor.states)
+    unscored = single_score(torch.zeros(len(kept)), kept if exploration.keep_means else None)
+    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent, kept, unscored,
+                  proposed=drawn[of].to(editor.states))
+    part = replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
+                   finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
+                   seeds=None if part.seeds is None else part.seeds[of])
     with torch.no_grad():
         return rescore(part, replay(editor, conditioning, part, micro_batch))
 
@@ -150,18 +157,6 @@ def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
                             for rows in torch.arange(2 * count).split(micro_batch)]).cpu()
     best = values.view(2, -1, n).transpose(0, 1).flatten(1).argmax(1)
     return best // n * count + torch.arange(count // n) * n + best % n
-
-
-def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor,
-                      parent: Tensor, decisions: Tensor, proposed: Tensor) -> Part:
-    """Part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
-    of, kept = bases[parent], decisions.to(editor.states)
-    unscored = single_score(torch.zeros(len(kept)), kept if exploration.keep_means else None)
-    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent, kept, unscored,
-                  proposed=proposed.to(editor.states))
-    return replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
-                   finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
-                   seeds=None if part.seeds is None else part.seeds[of])
 
 
 def with_rewards(part: Part, rewards: Tensor) -> Part:

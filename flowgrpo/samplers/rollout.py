@@ -271,14 +271,14 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
 
     def seed(prompt: int, sample: int) -> int:
         key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
-        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
+        return fork_seed(*key)
 
     return seed
 
 
-def fork_seed(seed: int, purpose: int) -> int:
-    """New seed, distinct for each seed and purpose: 1 for noised finals, 2 for edits."""
-    return int(np.random.SeedSequence((seed, purpose)).generate_state(1, np.uint64)[0] >> 1)
+def fork_seed(*key: int) -> int:
+    """New seed, distinct for each key, such as a seed and a purpose: 1 for noised finals, 2 for edits, 3 for bases."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
 
 
 def generators(seeds: Iterable[int]) -> list[torch.Generator]:

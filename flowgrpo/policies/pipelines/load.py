@@ -271,7 +271,14 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     source = config_source(model, files)
-    _require_source(model, source, files)
+    try:  # the hub's repository that a model is read from, in whole or for its configuration
+        hub.require(source)
+    except UserError as error:
+        if not sources.is_file(model):
+            raise
+        given = "load.config names" if files.config else "diffusers infers the configuration of"
+        raise UserError(f"cannot load the model {model!r}: {given} {source!r} for it ({error}): set load.config to the "
+                        "folder of a pipeline like it") from None
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
             pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only, checker)
@@ -295,21 +302,16 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     prompt_inputs.watch(pipe)
-    _require_scheduler(model, pipe)
+    # A pipeline of a flow may come with a scheduler of another process.
+    named = inspect.signature(type(pipe).__init__).parameters.get("scheduler")  # a ModularPipeline's has none
+    expected = str(named and named.annotation)
+    other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
+    if "FlowMatch" in expected and other:
+        kind = expected.rpartition(".")[2].strip("'>")
+        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {kind}, but its "
+                        f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
+                        "the folder scheduler")
     return pipe
-
-
-def _require_source(model: str, source: str, files: Load) -> None:
-    """Raise UserError if the hub's repository that a model is read from, in whole or for its configuration, is out of
-    reach."""
-    try:
-        hub.require(source)
-    except UserError as error:
-        if not sources.is_file(model):
-            raise
-        given = "load.config names" if files.config else "diffusers infers the configuration of"
-        raise UserError(f"cannot load the model {model!r}: {given} {source!r} for it ({error}): set load.config to the "
-                        "folder of a pipeline like it") from None
 
 
 def config_source(model: str, files: Load) -> str:
@@ -417,18 +419,6 @@ def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:
         if key != "class" and key not in known:
             raise UserError(f"load.scheduler: {name} has no {key!r}{nearest(key, known)}")
     return cls.from_config(dict(scheduler.config) | {key: value for key, value in keys.items() if key != "class"})
-
-
-def _require_scheduler(model: str, pipe: Any) -> None:
-    """Raise UserError for a pipeline of a flow with a scheduler of another process."""
-    named = inspect.signature(type(pipe).__init__).parameters.get("scheduler")  # a ModularPipeline's has none
-    expected = str(named and named.annotation)
-    other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
-    if "FlowMatch" in expected and other:
-        kind = expected.rpartition(".")[2].strip("'>")
-        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {kind}, but its "
-                        f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
-                        "the folder scheduler")
 
 
 def _merge(pipe: Any, folder: Path) -> None:
