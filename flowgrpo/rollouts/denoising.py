@@ -109,7 +109,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             require_low_precision(method.denoising.preview.precision, policy.device)
         self.target: RecordedSteps = TARGETS[type(method.target)](self)
         self.planned = dict[tuple[int, Size | None], list[RolloutSpec]]()
-        self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
+        self._grids = {None: (self.grid, self.timesteps)}
         self._require_noise()
         require_sizes(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
         # Only what is given images can put them back in; edits replay nothing of the pipeline.
@@ -215,13 +215,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its images.
-
-        Images [b,...] are those of `decode`, once per granularity; None where no reward looks at them.
-        judge: the total reward, by which a method with previews chooses its initial noises.
-        value: the one whose gradient a method with `backprop` follows.
-        turn: how often the epoch has drawn before.
-        """
+        """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks at
+        them. judge: also chooses the initial noises of a method with previews."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         lags = self.method.denoising.lag.most > 0
         if lags:
@@ -231,37 +226,34 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if self.method.denoising.preview:
             with drawing():
                 seed = self._preview_seeds(conditioning, seed, judge)
-        before = self.policy.evaluations
-        parts = self._sample(conditioning, epoch, seed, judge)
-        while True:
+        spent, parts = 0, self._sample(conditioning, epoch, seed, judge)
+
+        def draw() -> Part | None:
+            nonlocal spent
+            before = self.policy.evaluations
             with self.clock("rollout"), drawing():
                 part = next(parts, None)
-            if part is None:
-                break
-            sampled = self.policy.evaluations
+            spent += self.policy.evaluations - before
+            return part
+
+        for part in iter(draw, None):
             # The transitions that are trained; all processes do alike where they are scored now.
             learned = conditioning.learned or conditioning
             with nullcontext() if self.method.target.scores_sampling else self.processes.alike(
                     lambda: (len(part.prompts), learned.scales and self.processes.rank)):
                 part = self.target.record(part, learned, epoch, seed)
-            before += self.policy.evaluations - sampled  # they are the update's
             # Rewards of samples beside the part's own.
             if self.method.credit.progress is not None:
                 part = self._score_predictions(part, conditioning, judge)
             if self.method.credit.advantage.reads_baseline:
-                sampled = self.policy.evaluations
                 part = self._score_baselines(part, conditioning, judge)
-                before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
                 images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
                             for final in part.finals]
             if images[0] is not None:
                 part = self.target.score(part, images[0], value)
-            sampled = self.policy.evaluations
             yield part, images
-            before += self.policy.evaluations - sampled  # of the base, which counts its own
         # The rollout's cost, and what shared prefixes saved of it.
-        spent = self.policy.evaluations - before
         self.count(spent)
         alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
         spent *= self.processes.count
@@ -334,10 +326,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return judge(images, together, prompts, finals.float().cpu(), names)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """Base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
-
-        None for a part that came from none.
-        """
+        """Base model's images [b,...] from a part's initial noises, on the CPU; None for a part that came from none."""
         if part.seeds is None:
             return None
         before = self.policy.evaluations
@@ -364,7 +353,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                    for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """Method's weight of every step that the epoch trains, however the parts are dealt out."""
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}
@@ -374,9 +362,5 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if not steps:
             return {}
         of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
-
-        def transition(x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
-            # With the plan's factor on the noise of that step.
-            return of[i].transition(x, v, grid, i)
-
-        return dict(zip(steps, self.method.loss.step_weight(transition, grid, steps).tolist()))
+        weights = self.method.loss.step_weight(lambda x, v, grid, i: of[i].transition(x, v, grid, i), grid, steps)
+        return dict(zip(steps, weights.tolist()))

@@ -135,16 +135,14 @@ def _names(model: str, files: Load) -> list[str]:
 def few_step_config(config: Config, facts: Facts) -> Config:
     """Return a configuration whose absent keys are those of a model of few steps: method, steps, grid and guidance.
     Parts that name a plan are of the default method, which then stays; recorded pairs are trained without steps."""
-    wanted: dict[str, dict[str, Any]] = {}
-    for name in ("train", "eval"):
-        section, given = getattr(config, name), getattr(config, name).model_fields_set
-        own: dict[str, Any] = {"steps": config.train.steps if "steps" in config.train.model_fields_set else facts.steps,
-               "guidance": config.train.guidance if "guidance" in config.train.model_fields_set else facts.guidance}
-        if name == "train":
-            own |= {} if "shift" in given else {"grid": "stock"}
-            own = {} if config.preferences else own
-        wanted[name] = section.model_copy(update={key: value for key, value in own.items() if key not in given})
-    changes: dict[str, Any] = dict(wanted)
+    train, changes = config.train, dict[str, Any]()
+    own: dict[str, Any] = {key: getattr(train if key in train.model_fields_set else facts, key)
+                           for key in ("steps", "guidance")}
+    grid = {} if "shift" in train.model_fields_set else {"grid": "stock"}
+    for name, wanted in (("train", {} if config.preferences else own | grid), ("eval", own)):
+        section = getattr(config, name)
+        changes[name] = section.model_copy(update={key: value for key, value in wanted.items()
+                                                   if key not in section.model_fields_set})
     if "method" not in config.model_fields_set and "plan" not in config.parts:
         changes["method"] = facts.method
         if facts.method == "flow_grpo":

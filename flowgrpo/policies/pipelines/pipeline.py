@@ -104,7 +104,10 @@ class PipelinePolicy:
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
             driver.casts = adapter is not None and not forwards.without_casts(self.weights.layers().values())
         if mesh is not None:
-            sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
+            for module in self.denoisers.values():
+                sharding.shard(module, mesh, self.device, self.weights.parameters(), self.dtype)
+            if not self.weights.adapter.rank:  # it holds the shards from here on
+                self.weights.hold()
         memory_options.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
         attention.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = shards.Lockstep(self.device, self._accompany) if mesh is not None else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -83,26 +83,22 @@ def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torc
     that is trained, and stays on the device; without one weights wait block by block."""
     if not later(memory):
         return
+    modules = list(denoisers)
     if memory.offload != "none":
-        for module in denoisers:
+        for module in modules:
             offload(module, device, memory.offload if weights is not None else BLOCK)
-    else:
-        turns(list(denoisers), encoders, device)
+    else:  # denoisers and text encoders are there by turns: denoisers come with a forward of one
+        waiting = encoders.beside = HostWeights(modules, device)
+
+        def load_denoisers(*_: Any) -> None:
+            encoders.offload()
+            waiting.load()
+
+        for module in modules:
+            move_rest(module, device, [module])
+            module.register_forward_pre_hook(load_denoisers)
     if weights is not None:
         weights.hold()
-
-
-def turns(denoisers: Sequence[torch.nn.Module], encoders: Encoders, device: torch.device) -> None:
-    """Let denoisers and text encoders be on the device by turns: denoisers come with a forward of one."""
-    weights = encoders.beside = HostWeights(denoisers, device)
-
-    def load_denoisers(*_: Any) -> None:
-        encoders.offload()
-        weights.load()
-
-    for module in denoisers:
-        move_rest(module, device, [module])
-        module.register_forward_pre_hook(load_denoisers)
 
 
 def _bring(part: torch.nn.Module, group: HostWeights) -> None:

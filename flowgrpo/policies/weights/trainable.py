@@ -15,6 +15,7 @@ from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights import adapters, lora_files, sharding
+from flowgrpo.policies.weights.adapters import lora_layers
 from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, ends, loader, save_stock
 from flowgrpo.storage import atomic, paths
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 
 COPIES = 4  # of a trained parameter in fp32: value, gradient, AdamW's two moments
 KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
-
-
-def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
-    from peft.tuners.lora import LoraLayer
-
-    return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
 
 @contextlib.contextmanager
