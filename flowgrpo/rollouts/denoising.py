@@ -30,7 +30,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
-from flowgrpo.rollouts.targets import TARGETS, Drawer, RecordedSteps
+from flowgrpo.rollouts.targets import TARGETS, RecordedSteps
 from flowgrpo.samplers import cost, reward_gradient
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import BaseImages, deterministic
@@ -38,7 +38,7 @@ from flowgrpo.samplers.kernels import NOISE_NETWORK, Noisy
 from flowgrpo.samplers.preview import contrasting, previews
 from flowgrpo.samplers.rollout import LEAST, Part, RolloutSpec, Seed, deviation, quiet_steps
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.types import Gaussian, Scored, unwrap
+from flowgrpo.types import Scored, unwrap
 
 ON_DEVICE = 2**28  # bytes of a part's images that wait on the GPU for their rewards
 
@@ -91,7 +91,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     """
 
     policy: PipelinePolicy
-    drawer: Drawer | None = None  # what draws in the place of the pipeline: an engine
+    drawer: Any = None  # what samples in the place of the target: an engine
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
                  processes: Processes, clock: PhaseTimer, first: Prompt):
@@ -166,7 +166,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         evaluation's."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
-            if self.config.train.pack and encoded.layout.mixed:
+            if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' images differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the images to one size")
             if self.config.train.pack and not self.policy.vector(encoded):
@@ -215,8 +215,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks at
-        them. judge: also chooses the initial noises of a method with previews."""
+        """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks
+        at them. judge: also chooses the initial noises of a method with previews."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         lags = self.method.denoising.lag.most > 0
         if lags:

@@ -48,14 +48,6 @@ class Rollouts(Protocol):
     def together(self, count: int) -> list[int]: ...
 
 
-class Drawer(Protocol):
-    """Sampler of groups (`targets.RecordedSteps.sample`)."""
-
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: preview.Judge
-               ) -> Iterator[Part]:
-        """Yield whole groups of every prompt of `conditioning`."""
-
-
 class RecordedSteps:
     """Stochastic steps of a rollout, by their log-probability."""
 

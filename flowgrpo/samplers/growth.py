@@ -371,15 +371,13 @@ class BaseImages(Generic[C]):
     def __call__(self, part: Part, conditioning: C) -> torch.Tensor:
         prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
         missing = [seed for seed in prompts if seed not in self.known]
-        known = self.known
-        self.known = {}
         with self.policy.reference():
             for start in range(0, len(missing), self.shape.micro_batch):
                 seeds = missing[start:start + self.shape.micro_batch]
                 rows = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
                 finals, _ = self.policy.run(self.task, rows, None, self.policy.generators(seeds))
-                known |= zip(seeds, self.decode(finals, rows))
-        self.known = {seed: known[seed] for seed in prompts}
+                self.known |= zip(seeds, self.decode(finals, rows))
+        self.known = {seed: self.known[seed] for seed in prompts}
         return torch.stack([self.known[seed] for seed in part.seeds.tolist()])
 
 

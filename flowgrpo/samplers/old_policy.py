@@ -65,7 +65,6 @@ class OldPolicy:
             self.held, self.epoch = {key: now[key].lerp(old, decay) for key, old in self.held.items()}, epoch
 
     def old(self) -> AbstractContextManager:
-        """Context manager: use the old policy."""
         return contextlib.nullcontext() if self.held is None else self.weights.reference([self.held])
 
     def drawing(self) -> AbstractContextManager:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -22,14 +21,7 @@ from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, sing
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions, unwrap
 
-
-class Ending(Protocol):
-    """Data [b,*D] of states x [b,*D] at a step, from which `generators` draw the noise."""
-
-    def __call__(self, policy: Denoiser[C], conditioning: C, x: torch.Tensor, exploration: RolloutSpec, step: int,
-                 generators: Sequence[torch.Generator]) -> torch.Tensor: ...
-
-
+Ending = Callable[..., torch.Tensor]
 # Return the reward [b] of images [b,...] of the prompts `rows` [b], differentiable in the images.
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -142,7 +142,6 @@ class StepRecord:
 
     @staticmethod
     def concatenate(records: Sequence[StepRecord]) -> StepRecord:
-        """One record of all rows."""
         joined = _join(records, torch.cat)
         joined.logp = {step: torch.cat([record.logp[step] for record in records]) for step in joined.logp}
         return joined
@@ -268,7 +267,6 @@ class PolicyScheduler:
 
     @property
     def idling(self) -> bool:
-        """True if the next step is an idle one."""
         return bool(self._pending) and self._pending[0] is None
 
     def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -107,11 +107,10 @@ class PipelineCall:
         guidance = conditioning.scale(guidance)
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
-        runs = conditioning.layout.runs
-        if len(runs) == 1 and not conditioning.one_per_call:
+        if len(conditioning.runs) == 1 and not conditioning.one_per_call:
             return self.once(conditioning, task, _replay_encode_prompt(conditioning), guidance, **options)
         results = []
-        for run in runs:
+        for run in conditioning.runs:
             at = slice(run.start, run.stop)
             row = conditioning.rows(torch.arange(run.start, run.stop))
             row_options: dict[str, Any] = {
@@ -139,7 +138,7 @@ class PipelineCall:
             counted = {"num_inference_steps": 2 * steps, "strength": 0.5} if self.scheduler.halved else {
                 "num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
             options = {"output_type": "latent"} | counted | options
-        if conditioning.layout.alone and options.get("generator"):
+        if conditioning.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
         given |= schedule(self.accepts, guidance, given.get("num_inference_steps", 0))
@@ -251,7 +250,6 @@ def silence_warnings() -> contextlib.AbstractContextManager[None]:
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:
-    """Context manager: the policy predicts at this guidance scale."""
     return replaced("guidance", {policy: scale})
 
 
@@ -328,7 +326,6 @@ class IdleSteps:
     """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
 
     def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):
-        """skipped: called with the rows of every evaluation that did not take place."""
         self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
         self._known: dict[str, tuple[int, Any]] = {}
 
@@ -474,7 +471,7 @@ class EncodePrompt:
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.one_per_call, self._shared = self._learned.get(_kinds(plain), (self.one_per_call, self._shared))
-        if not self.one_per_call and not (plain.inputs and (plain.layout.mixed or plain.layout.differ)):
+        if not self.one_per_call and len(plain.runs) == 1:
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))

@@ -41,22 +41,6 @@ LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Facts of a Conditioning's rows, computed once.
-
-    alone: a call takes one prompt, and no list of prompts.
-    mixed: images differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's.
-    differ: rows differ in what a call has once for all of them.
-    runs: the rows that one call of the pipeline may bring, call by call.
-    """
-
-    alone: bool
-    mixed: bool
-    differ: bool
-    runs: list[range]
-
-
-@dataclass(frozen=True)
 class Conditioning:
     """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the images that go with them.
 
@@ -113,25 +97,29 @@ class Conditioning:
                        scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
 
     def each(self) -> list[Conditioning]:
-        """Return the rows one by one."""
         return [self.rows(torch.tensor([row])) for row in range(len(self.prompts))]
 
+    @property
+    def alone(self) -> bool:
+        """A call takes one prompt, and no list of prompts."""
+        return self.one_per_call and not self.listed
+
     @cached_property
-    def layout(self) -> Layout:
-        """Facts of these rows that a call goes by."""
+    def mixed(self) -> bool:
+        """Images differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's."""
+        return any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
+
+    @cached_property
+    def runs(self) -> list[range]:
+        """Rows that one call of the pipeline may bring, call by call."""
         count = len(self.prompts)
+        if self.one_per_call or self.mixed:
+            return [range(row, row + 1) for row in range(count)]
+        alike = [[part.shapes() for part in self.parts]] if self.parts else []
         shared = [self.inputs[name] for name in SHARED if name in self.inputs]
-        new = [not row or any(_differ(values[row - 1], values[row]) for values in shared) for row in range(count)]
-        differ = any(_differ(values[0], value) for values in shared for value in values[1:count])
-        mixed = any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
-        if self.one_per_call or mixed:
-            new = [True] * count
-        elif self.parts:
-            shapes = [part.shapes() for part in self.parts]
-            new = [begins or shapes[row] != shapes[row - 1] for row, begins in enumerate(new)]
-        cuts = [row for row, begins in enumerate(new) if begins] + [count]
-        runs = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-        return Layout(self.one_per_call and not self.listed, mixed, differ, runs)
+        cuts = [row for row in range(1, count) if any(shapes[row] != shapes[row - 1] for shapes in alike)
+                or any(_differ(values[row - 1], values[row]) for values in shared)]
+        return [range(start, stop) for start, stop in itertools.pairwise([0, *cuts, count])]
 
     def arguments(self) -> dict[str, Any]:
         """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
@@ -143,10 +131,10 @@ class Conditioning:
         given: dict[str, Any] = dict(self.size)
         for name, values in self.inputs.items():
             shown = [value.frames if isinstance(value, Clip) else value for value in values]
-            given[name] = shown[0] if self.layout.alone or name in SHARED else shown
+            given[name] = shown[0] if self.alone or name in SHARED else shown
         # Copies of the prompts: some pipelines (Z-Image) write into the list.
-        given["prompt"] = self.prompts[0] if self.layout.alone else list(self.prompts)
-        given["negative_prompt"] = self.negatives[0] if self.layout.alone else list(self.negatives)
+        given["prompt"] = self.prompts[0] if self.alone else list(self.prompts)
+        given["negative_prompt"] = self.negatives[0] if self.alone else list(self.negatives)
         return given
 
     @property
@@ -161,11 +149,9 @@ class Conditioning:
         return self.scales[0] if self.scales else usual
 
     def to(self, device: torch.device | str) -> Conditioning:
-        """Return the same with all tensors on the device."""
         return self.map_tensors(lambda tensor: tensor.to(device))
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
-        """Return the same with every tensor changed."""
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls),
                        parts=tuple(part.map_tensors(change) for part in self.parts))
 

@@ -107,7 +107,6 @@ class Facts:
 
 
 def of_pipe(pipe: Any, model: str, files: Load = Load()) -> Facts:
-    """Return the facts of a loaded pipeline."""
     unet, transformer = (dict(part.config) if (part := getattr(pipe, name, None)) is not None else None
                          for name in ("unet", "transformer"))
     return Facts(_names(model, files), type(pipe).__name__, type(pipe.scheduler).__name__, dict(pipe.scheduler.config),

@@ -31,7 +31,6 @@ DENSE, COGVIDEOX_15 = 24.0, 16.0  # of Wan 2.2's dense model and of CogVideoX 1.
 
 
 def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a pipeline class's call."""
     return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 

@@ -119,7 +119,6 @@ class PipelinePolicy:
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of clips; None for images."""
         return self.driver.fps
 
     def _prepare(self, name: str, module: torch.nn.Module) -> None:

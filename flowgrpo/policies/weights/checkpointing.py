@@ -25,18 +25,17 @@ Context = Callable[[], contextlib.AbstractContextManager]
 WRONG = {"ChromaTransformer2DModel"}
 
 
-class Share:
-    """Choice of a share of blocks, 0 to 1, evenly spread in the order in which they are first called."""
+def chooser(share: float) -> Callable[[torch.nn.Module], bool]:
+    """Choice of a share of blocks, 0 to 1, evenly spread in the order in which they are first called; the first one is
+    in every share above 0."""
+    places: dict[torch.nn.Module, int] = {}
 
-    def __init__(self, share: float):
-        self.share = share
-        self._places: dict[torch.nn.Module, int] = {}
-
-    def __call__(self, block: torch.nn.Module) -> bool:
-        """True if the block is in the share; the first one is in every share above 0."""
-        place = self._places.setdefault(block, len(self._places))
-        before, after = (math.ceil(round(self.share * count, 9)) for count in (place, place + 1))
+    def chosen(block: torch.nn.Module) -> bool:
+        place = places.setdefault(block, len(places))
+        before, after = (math.ceil(round(share * count, 9)) for count in (place, place + 1))
         return after > before
+
+    return chosen
 
 
 def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False, share: float = 1.0) -> None:
@@ -49,7 +48,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     if supports_checkpointing(module) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
-        chosen = Share(share)
+        chosen = chooser(share)
 
         def recompute(block: Any, *args: Any, **kwargs: Any) -> Any:  # HunyuanImage gives its blocks some by name
             run = _again(block.__call__, context, block) if chosen(block) else block
@@ -63,7 +62,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     if compiled:
         raise UserError(f"{message} has no checkpointing of diffusers, so it does not go with "
                         "train.compile: set one of them to false")
-    chosen = Share(share)
+    chosen = chooser(share)
     for block in parts:
         forward = getattr(block.forward, "plain", block.forward)
         block.forward = _again(forward, context, block) if chosen(block) else forward
@@ -113,7 +112,7 @@ def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inside: set[torch.nn.Module] = set()
-    chosen = Share(share)
+    chosen = chooser(share)
     for layer in model.modules():  # outer layers come first
         if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             inside |= {*layer.modules()}
