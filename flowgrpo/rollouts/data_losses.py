@@ -27,8 +27,6 @@ from flowgrpo.objectives.reductions import SequenceMean, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-from flowgrpo.policies.policy import Policy
-from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.rollout import RolloutSpec, fork_seed, single_score
@@ -54,17 +52,10 @@ class Example:
     rejected: str = ""
 
 
-class Run(Protocol):
-    """Run, as a loss of examples reads it; a phase may replace its rollouts."""
-
-    policy: Policy
-    rollouts: GroupSampler[Any]
-
-
 class DataLosses(Protocol):
-    """Loss of a run's supervised term."""
+    """Loss of a run's supervised term. run: has a policy and rollouts, which a phase may replace."""
 
-    run: Run
+    run: Any
 
     @property
     def rollouts(self) -> Any:
@@ -87,7 +78,7 @@ class DataLosses(Protocol):
 class TextExamples(DataLosses):
     """Recorded texts of a causal language model as rows of tokens. run: of a `CausalLM`."""
 
-    def __init__(self, part: Any, run: Run):
+    def __init__(self, part: Any, run: Any):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a `CausalLM`
 
@@ -221,7 +212,7 @@ def seed_of(seed: int, update: int, place: int) -> int:
 class NoisedLosses(DataLosses):
     """Errors of a pipeline's prediction at noised examples. run: of the pipeline."""
 
-    def __init__(self, part: NoisedData, run: Run):
+    def __init__(self, part: NoisedData, run: Any):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a pipeline
         if part.source.path and run.policy.modality != "image":

@@ -5,6 +5,9 @@ bound * tanh(u). The density of u is that of the edit up to the Jacobian of the 
 are the same. A decision is recorded, replayed and scored as a transition "from x0 to u" under N(m, std^2); a base that
 stays as it is is the transition to u = 0, which no policy drew.
 
+An editor has the networks of an `Edit` (`Editor` in policies/pipelines/edits.py): its `replay` gives the mean of a
+decision, its `value` the worth of a final state.
+
 Samples are those of EXPO's acting policy: of n bases and their n edits the one that the critic values most. For a loss
 by the edit's ratio they are pairs: half of a group are bases, and each base is followed by its edit.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.growth import replay, rescore
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed, generators, single_score
+from flowgrpo.samplers.rollout import EncodedPrompts, Part, RolloutSpec, Seed, fork_seed, generators, single_score
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Transitions, wide
 
@@ -96,20 +99,7 @@ class Edits(Transitions):
         return Edits(**vars(left), rewards=rewards, proposed=proposed)
 
 
-class Editor(Replayer[C], Protocol[C]):
-    """Networks of an `Edit`: `replay` gives the mean of a decision, `value` the worth of a final state."""
-
-    edit: Edit
-
-    def replay(self, conditioning: C, x: Tensor, grid: Tensor | None = None, step: int | Tensor | None = None,
-               timesteps: Tensor | None = None) -> Tensor:
-        """Means [B,*D] of the decisions at final states x [B,*D]."""
-
-    def value(self, conditioning: C, x: Tensor) -> Tensor:
-        """Critic's value [B] of final states x [B,*D]."""
-
-
-def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
+def apply_edits(editor: Any, conditioning: EncodedPrompts, part: Part, exploration: RolloutSpec, micro_batch: int,
                 seed: Seed) -> Part:
     """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy.
 
@@ -144,7 +134,8 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
         return rescore(part, replay(editor, conditioning, part, micro_batch))
 
 
-def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
+def _choose(editor: Any, conditioning: EncodedPrompts, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int
+            ) -> Tensor:
     """Choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
 
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
@@ -167,7 +158,7 @@ def with_rewards(part: Part, rewards: Tensor) -> Part:
 
 
 @torch.no_grad()
-def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, Tensor]:
+def on_the_fly(editor: Any, conditioning: EncodedPrompts, x: Tensor) -> tuple[Tensor, Tensor]:
     """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
 
     x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0

@@ -18,7 +18,6 @@ from flowgrpo.methods.targets import LatentEdits, RewardGradient
 from flowgrpo.packages import present
 from flowgrpo.policies.weights.low_precision import capability
 
-
 # Attention backends of diffusers, the package that each needs, the lowest compute capability of its GPU ((0, 0): any
 # device), and whether it computes in bf16 and fp16 alone.
 # Sage has no backward. diffusers' own operator around FlashAttention 3 has none either; the one from the hub has.
