@@ -85,7 +85,7 @@ class TrainableWeights:
         for option, encoders in (("targets", False), ("encoder_targets", True)):
             targets: list[str] = getattr(self.adapter, option)
             keys = [key for name, module in self.modules.items() if name.startswith("text_encoder") == encoders
-                    for key, each in module.named_modules() if isinstance(each, (torch.nn.Linear, torch.nn.Conv2d))]
+                    for key in lora_files.layer_names(module)]
             lost = [target for target in targets if not any(ends(key, target) for key in keys)]
             if keys and targets != getattr(Adapter(), option) and 0 < len(lost) < len(targets):
                 present = sorted({".".join(key.split(".")[-1 - key.split(".")[-1].isdigit():]) for key in keys})
@@ -108,8 +108,7 @@ class TrainableWeights:
         # Targets are the ends of layers' names, as peft reads them; list them whole, to count what they cost.
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
-        keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
-                      and any(ends(key, target) for target in targets))
+        keys = sorted(key for key in lora_files.layer_names(module) if any(ends(key, target) for target in targets))
         if targets == Adapter().targets and not any(ends(key, "to_q") for key in keys):
             # Queries have another name, such as `to_query`: the linear layers of classes of attention.
             keys = sorted({f"{place}.{key}" for place, part in module.named_modules()
