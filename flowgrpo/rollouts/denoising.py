@@ -27,7 +27,6 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.targets import TARGETS, RecordedSteps
@@ -70,7 +69,7 @@ def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], si
     conditioning, before = encode(), policy.evaluations
     if conditioning.inputs:
         raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
-    grid, timesteps = few_steps(policy, 2)
+    grid, timesteps = probes.few_steps(policy, 2)
     for height, width in sizes:
         row = replace(conditioning, sizes=[(height, width)])
         try:
@@ -109,7 +108,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             require_low_precision(method.denoising.preview.precision, policy.device)
         self.target: RecordedSteps = TARGETS[type(method.target)](self)
         self.planned = dict[tuple[int, Size | None], list[RolloutSpec]]()
-        self._grids = {None: (self.grid, self.timesteps)}
+        self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
         require_sizes(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
         # Only what is given images can put them back in; edits replay nothing of the pipeline.

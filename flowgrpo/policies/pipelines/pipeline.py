@@ -19,7 +19,6 @@ from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.pipelines import attention
-from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, require_arguments, silence_warnings, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.frames import require_made
@@ -30,7 +29,6 @@ from flowgrpo.policies.pipelines.rlg import Teachers, inside, rl_guidance
 from flowgrpo.policies.weights import forwards, memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute_forwards, supports_checkpointing
 from flowgrpo.policies.weights.forwards import modules_of, replaced
-from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.rollout import generators
@@ -89,10 +87,11 @@ class PipelinePolicy:
         self.evaluations, self.teacher = 0, Teachers(self)  # rows that went through a denoiser; other denoisers
         mesh = sharding.mesh(memory.shard, self.device)
         # Sharded and offloaded weights come to the device block by block, and never as a whole.
-        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 self.denoisers if mesh is not None or memory_options.later(memory) else ())
-        decode_in_parts(pipe, memory.vae)
-        use_attention(memory.attention, self.denoisers.values())
+        self.encoders = memory_options.Encoders(
+            pipe, self.device, None if memory.encoders == "keep" else "cpu",
+            self.denoisers if mesh is not None or memory_options.later(memory) else ())
+        memory_options.decode_in_parts(pipe, memory.vae)
+        attention.use_attention(memory.attention, self.denoisers.values())
         for part in modules_of(pipe).values():
             part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
