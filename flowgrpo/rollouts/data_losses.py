@@ -15,14 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import (
-    AlignedChains,
-    GuidanceDistillation,
-    NextToken,
-    NoisedData,
-    PicturePairs,
-    PreferencePairs,
-)
+from flowgrpo.methods import supervised
 from flowgrpo.objectives.reductions import SequenceMean, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.policies.pipelines.call import at_guidance
@@ -112,7 +105,7 @@ def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Seq
 class PairTokenLosses(TextExamples):
     """Preference loss of pairs of texts under a causal language model."""
 
-    part: PreferencePairs
+    part: supervised.PreferencePairs
 
     def require(self, recorded: Iterable[Example]) -> None:
         """Raise UserError for the first text with more tokens than a completion may have."""
@@ -143,7 +136,7 @@ class PairTokenLosses(TextExamples):
 class TokenLosses(TextExamples):
     """Cross entropy of answers' tokens under a causal language model."""
 
-    part: NextToken
+    part: supervised.NextToken
 
     def tokens(self, example: Example) -> Tensor:
         """Tokens [n] of an example's answer, an end included."""
@@ -167,10 +160,10 @@ class TokenLosses(TextExamples):
                                        weigh.distribution(seed) or self.policy.plain, weigh.reads_entropy)
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])[:, None].to(scored.logp)
         yield -(weights * weigh(scored.logp, scored.entropy, scored.mask) * scored.logp * scored.mask).sum()
-        if isinstance(self.part, AlignedChains) and self.part.contrast:
+        if isinstance(self.part, supervised.AlignedChains) and self.part.contrast:
             yield from self._contrast(self.part, examples)
 
-    def _contrast(self, part: AlignedChains, examples: Sequence[Example]) -> Iterator[Tensor]:
+    def _contrast(self, part: supervised.AlignedChains, examples: Sequence[Example]) -> Iterator[Tensor]:
         """Yield the contrast of the examples whose prompts have an annotated answer, if two prompts have one; each
         counts as many times as it has tokens."""
         annotated = {example.prompt.key: Example(example.prompt, answer) for example in examples
@@ -212,7 +205,7 @@ def seed_of(seed: int, update: int, place: int) -> int:
 class NoisedLosses(DataLosses):
     """Errors of a pipeline's prediction at noised examples. run: of the pipeline."""
 
-    def __init__(self, part: NoisedData, run: Any):
+    def __init__(self, part: supervised.NoisedData, run: Any):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a pipeline
         if part.source.path and run.policy.modality != "image":
@@ -235,7 +228,7 @@ class NoisedLosses(DataLosses):
         times = self.times(update)
         for k, t in enumerate(times.grid[:-1].tolist()):
             x, target = noised_finals.add_noise(x0, noise, t, policy.device, policy.process == "vp")
-            if isinstance(self.part, GuidanceDistillation):
+            if isinstance(self.part, supervised.GuidanceDistillation):
                 target = self.teacher(encoded, x, times, k)
             with at_guidance(policy, self.part.guidance):
                 output = policy.replay(encoded, x, times.grid, k, times.timesteps)
@@ -259,7 +252,7 @@ class NoisedLosses(DataLosses):
 
     def teacher(self, encoded: Any, x: Tensor, times: RolloutSpec, k: int) -> Tensor:
         """Teacher's guided prediction [B,*D] at states of the k-th time."""
-        assert isinstance(self.part, GuidanceDistillation)
+        assert isinstance(self.part, supervised.GuidanceDistillation)
         weights = self.policy.reference() if self.part.base else torch.no_grad()
         with weights, at_guidance(self.policy, self.part.scale):
             return self.policy.replay(encoded, x, times.grid, k, times.timesteps)
@@ -268,7 +261,7 @@ class NoisedLosses(DataLosses):
 class PairNoisedLosses(NoisedLosses):
     """Preference loss of a pipeline on noised pairs of images."""
 
-    part: PicturePairs
+    part: supervised.PicturePairs
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows

@@ -128,23 +128,17 @@ def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
         from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
         return NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)  # that one needs a further package
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-        PerRow,
-        PerTensor,
-    )
+    from torchao import quantization
 
     # The settings of torch's compiler are global to the process.
-    if precision == "int8" and not inputs:
-        return Int8WeightOnlyConfig(set_inductor_config=False)
     if precision == "int8":
-        return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+        kind = quantization.Int8DynamicActivationInt8WeightConfig if inputs else quantization.Int8WeightOnlyConfig
+        return kind(set_inductor_config=False)
     from torchao.quantization.quantize_.common import KernelPreference
 
-    granularity = PerRow() if dtype == torch.bfloat16 else PerTensor()  # rows are for bf16 alone
-    return Float8DynamicActivationFloat8WeightConfig(
+    # Rows are for bf16 alone.
+    granularity = quantization.PerRow() if dtype == torch.bfloat16 else quantization.PerTensor()
+    return quantization.Float8DynamicActivationFloat8WeightConfig(
         granularity=granularity, activation_value_lb=max(LEAST, torch.finfo(dtype).tiny),
         kernel_preference=KernelPreference.TORCH,  # the other one, mslk, has no lower bound
         set_inductor_config=False)
