@@ -155,8 +155,8 @@ def drop_quiet_steps(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
     found = [(spec, quiet_steps(spec)) for spec in specs]
     if not any(steps for _, steps in found):
         return list(specs)
-    kept = [(spec, tuple(step for step in spec.schedule.trained if step not in steps)) for spec, steps in found]
-    left = [replace(spec, schedule=replace(spec.schedule, trained=steps)) for spec, steps in kept if steps]
+    left = [replace(spec, schedule=replace(spec.schedule, trained=others)) for spec, steps in found
+            if (others := tuple(step for step in spec.schedule.trained if step not in steps))]
     if not left:
         spec, steps = found[0]
         raise ValueError(f"the trained steps {list(steps)} of {spec.steps} have a std of at most "
