@@ -3,7 +3,7 @@
     rows that one call may bring -> our scheduler, cached prompts -> the pipeline's own call -> record of its steps
 
 A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. Two helpers serve the pipelines that
-need them: `IdleSteps` puts a state into a loop that does not take it, and `EncoderCache` encodes an image once.
+need them: `idle_steps` put a state into a loop that does not take it, and `EncoderCache` encodes an image once.
 `EncodePrompt` calls a pipeline with no steps to do, for what its `encode_prompt` returns there.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
@@ -77,7 +77,7 @@ class PipelineCall:
         self.scale = guidance_argument(self.accepts, self.denoisers.values())
         self._memo = EncoderCache({name: part for name, part in modules_of(pipe).items()
                                    if name not in trained and not takes_timestep(part)})
-        self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
+        self._idle = idle_steps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
         self.heard: list[torch.Tensor] | None = None  # what calls give beside their clips, while somebody listens
@@ -322,46 +322,38 @@ def plain_on_cpu(device: torch.device) -> Iterator[None]:
 # it answers with zeros.
 
 
-class IdleSteps:
-    """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
+def idle_steps(scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]
+               ) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what makes contexts in which denoisers do not run while their scheduler idles, once a real step has shown
+    what they return. skipped: called with the rows of every evaluation that did not take place.
+    """
+    known: dict[torch.nn.Module, tuple[int, Any]] = {}  # rows of a real step, and zeros in the form of its output
 
-    def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):
-        self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
-        self._known: dict[str, tuple[int, Any]] = {}
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the denoisers look at the scheduler before they run."""
-        return replaced("forward", {module: self._skip_when_idle(name, module.forward)
-                                    for name, module in self.denoisers.items()})
-
-    def _skip_when_idle(self, name: str, forward: Callable) -> Callable:
+    def skipping(module: torch.nn.Module, forward: Callable) -> Callable:
         states = next(iter(inspect.signature(forward).parameters))
 
+        @functools.wraps(forward)  # some pipelines look whether an argument is there
         def answer(*args: Any, **kwargs: Any) -> Any:
             rows = len(args[0] if args else kwargs[states])
-            if self.scheduler.idling and name in self._known:
-                self.skipped(rows)
-                return _zeros(self._known[name][1], rows / self._known[name][0])
+            if scheduler.idling and module in known:
+                skipped(rows)
+                return _zeros(known[module][1], rows / known[module][0])
             out = forward(*args, **kwargs)
-            if isinstance(out, tuple):
-                self._known.setdefault(name, (rows, tuple(map(_shape, out))))
+            if module not in known and isinstance(out, tuple):  # of one number in memory, not as many as it has
+                known[module] = rows, tree_map_only(torch.Tensor, lambda x: x.new_zeros(()).expand(x.shape), out)
             return out
-        vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines look whether an argument is there
         return answer
 
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, list):  # of tensors, one per row
-        return [_shape(row) for row in value]
-    return (value.shape, value.dtype, value.device) if torch.is_tensor(value) else None
+    return lambda: replaced("forward", {module: skipping(module, module.forward) for module in denoisers.values()})
 
 
-def _zeros(shapes: tuple, times: float) -> tuple:
-    def one(shape: Any, times: float) -> Any:
-        if isinstance(shape, list):
-            return [one(shape[0], 1) for _ in range(round(len(shape) * times))]
-        return shape and torch.zeros((round(shape[0][0] * times), *shape[0][1:]), dtype=shape[1], device=shape[2])
-    return tuple(one(shape, times) for shape in shapes)
+def _zeros(out: Any, times: float = 1) -> Any:
+    """Zeros in the form of an output, for so many times its rows."""
+    if isinstance(out, tuple):
+        return tuple(_zeros(value, times) for value in out)
+    if isinstance(out, list):  # of tensors, one per row
+        return [_zeros(out[0]) for _ in range(round(len(out) * times))]
+    return out.new_zeros(round(len(out) * times), *out.shape[1:]) if torch.is_tensor(out) else None
 
 
 # --- reference images, encoded once --------------------------------------------------------------------------------
