@@ -469,7 +469,7 @@ class EncodePrompt:
                                for values, shares in zip(calls, self._shared, strict=True))
             return replace(plain, calls=calls, per_prompt=per_prompt, bare=self._bare)
         plain = replace(plain, one_per_call=True, listed=not self.one_per_call)
-        rows = [self._calls(row, guidance) for row in plain.each()]
+        rows = [self._calls(plain.rows(torch.tensor([row])), guidance) for row in range(len(plain.prompts))]
         calls = tuple(tuple(map(list, zip(*values))) for values in zip(*rows, strict=True))
         return replace(plain, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
 

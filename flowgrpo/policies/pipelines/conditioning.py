@@ -96,9 +96,6 @@ class Conditioning:
         return replace(self, prompts=select(self.prompts), negatives=select(self.negatives), calls=calls, sizes=sizes,
                        scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
 
-    def each(self) -> list[Conditioning]:
-        return [self.rows(torch.tensor([row])) for row in range(len(self.prompts))]
-
     @property
     def alone(self) -> bool:
         """A call takes one prompt, and no list of prompts."""
@@ -115,9 +112,9 @@ class Conditioning:
         count = len(self.prompts)
         if self.one_per_call or self.mixed:
             return [range(row, row + 1) for row in range(count)]
-        alike = [[part.shapes() for part in self.parts]] if self.parts else []
+        shapes = [part.shapes() for part in self.parts]
         shared = [self.inputs[name] for name in SHARED if name in self.inputs]
-        cuts = [row for row in range(1, count) if any(shapes[row] != shapes[row - 1] for shapes in alike)
+        cuts = [row for row in range(1, count) if shapes and shapes[row] != shapes[row - 1]
                 or any(_differ(values[row - 1], values[row]) for values in shared)]
         return [range(start, stop) for start, stop in itertools.pairwise([0, *cuts, count])]
 
