@@ -104,8 +104,7 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     Raises UserError if a required package is absent.
     """
     device = place(device)
-    gpu = device.type == "cuda"
-    weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
+    weights = "full" if memory.weights == "nf4" and device.type != "cuda" else memory.weights
     memory_options.require_quantiser(weights)
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files, checker=False)
     away = None if memory.encoders == "keep" else "cpu"

@@ -183,8 +183,7 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
     """Compile the blocks of a denoiser, or all of it without blocks, at their first call; return their number.
     `compile_repeated_blocks` of diffusers raises if a class does not name its blocks, as SD3's."""
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
+    torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
     parts = blocks(module) or [module]
     for block in parts:
         block.compile(backend=backend)
