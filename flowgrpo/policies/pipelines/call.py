@@ -213,8 +213,8 @@ def _decoding(pipe: Any) -> contextlib.AbstractContextManager[None]:
                 return decode(latents.to(vae.dtype), *args, **kwargs)
         return decode_in_dtype
 
-    return replaced("decode", {part: stock(part) for name, part in modules_of(pipe).items()
-                               if "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)})
+    return replaced("decode", *((part, stock(part)) for name, part in modules_of(pipe).items()
+                                if "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)))
 
 
 def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
@@ -233,12 +233,12 @@ def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Gener
     """
     if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
         return contextlib.nullcontext()
-    return replaced("step", {scheduler: partial(scheduler.step, generator=generator)})
+    return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
 def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    return replaced("safety_checker", {pipe: None})  # the pipeline's own setter would forget the checker's class
+    return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
 
 
 def silence_warnings() -> contextlib.AbstractContextManager[None]:
@@ -246,11 +246,11 @@ def silence_warnings() -> contextlib.AbstractContextManager[None]:
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    return replaced("level", dict.fromkeys(logging.getLogger("diffusers").handlers, logging.ERROR))
+    return replaced("level", *((handler, logging.ERROR) for handler in logging.getLogger("diffusers").handlers))
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:
-    return replaced("guidance", {policy: scale})
+    return replaced("guidance", (policy, scale))
 
 
 def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Module] = ()) -> str:
@@ -293,7 +293,7 @@ def until_set(scheduler: Any) -> Iterator[None]:
         stock(*args, **kwargs)
         raise _Set
 
-    with replaced("set_timesteps", {scheduler: set_timesteps}), contextlib.suppress(_Set):
+    with replaced("set_timesteps", (scheduler, set_timesteps)), contextlib.suppress(_Set):
         yield
 
 
@@ -344,7 +344,7 @@ def idle_steps(scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: C
             return out
         return answer
 
-    return lambda: replaced("forward", {module: skipping(module, module.forward) for module in denoisers.values()})
+    return lambda: replaced("forward", *((module, skipping(module, module.forward)) for module in denoisers.values()))
 
 
 def _zeros(out: Any, times: float = 1) -> Any:
@@ -381,7 +381,7 @@ class EncoderCache:
         with contextlib.ExitStack() as stack:
             for name, module in self.modules.items():
                 method = "encode" if name in self.rowwise else "forward"
-                stack.enter_context(replaced(method, {module: self._once(name, getattr(module, method))}))
+                stack.enter_context(replaced(method, (module, self._once(name, getattr(module, method)))))
             stack.callback(setattr, distribution, "sample", distribution.sample)
             distribution.sample = lambda self, generator=None: self.mode()
             yield

@@ -276,7 +276,7 @@ class PipelinePolicy:
         if rate is None:
             raise UserError(f"{type(self.pipe).__name__} makes no sound: leave rewards of sound out, or take LTX-2")
         conditioning, heard = self.encode(list(prompts)), list[torch.Tensor]()
-        with replaced("heard", {self.driver: heard}):
+        with replaced("heard", (self.driver, heard)):
             self.image(latents.to(self.device, self.dtype), conditioning)
         return torch.cat(heard).float().cpu(), rate
 
@@ -332,7 +332,7 @@ class PipelinePolicy:
 
     def text_once(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: replays encode each prompt once, without gradients of trained text encoders."""
-        return replaced("kept", {self.encode_prompt: {}})
+        return replaced("kept", (self.encode_prompt, {}))
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:

@@ -53,7 +53,8 @@ def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> context
             return first if weight == 0 else extrapolate(first, tuned(*args, **kwargs), weight)
         return answer
 
-    return replaced("forward", {module: blend(base, module.forward) for module, base in bases.items() if weight != 1})
+    blended = [(module, blend(base, module.forward)) for module, base in bases.items() if weight != 1]
+    return replaced("forward", *blended)
 
 
 def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:

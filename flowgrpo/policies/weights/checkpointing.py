@@ -78,7 +78,7 @@ def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> 
 
     The recomputation runs inside `context()`, which must restore the present state (the same attention kernel).
     """
-    return replaced("forward", {module: _again(module.forward, context) for module in modules})
+    return replaced("forward", *((module, _again(module.forward, context)) for module in modules))
 
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
@@ -92,7 +92,7 @@ def _again(forward: Callable, context: Context, block: torch.nn.Module | None = 
 
         @contextlib.contextmanager
         def as_then() -> Iterator[None]:
-            with replaced("processor", processors), context():
+            with replaced("processor", *processors.items()), context():
                 yield
 
         def run(*values: Any) -> Any:  # by position: hooks that measure the memory see the stored values

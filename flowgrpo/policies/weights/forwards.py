@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -26,19 +26,19 @@ def modules_of(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def replaced(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Context manager: objects have these attributes of that name, past any setter; behind it what they had, be it
-    their own or their class's."""
-    own = {each: vars(each)[name] for each in values if name in vars(each)}
-    for each, value in values.items():
+def replaced(name: str, *values: tuple[Any, Any]) -> Iterator[None]:
+    """Context manager: objects have the attribute of that name that each comes with, past any setter; behind it what
+    they had, be it their own or their class's."""
+    before = [(vars(each), name in vars(each), vars(each).get(name)) for each, _ in values]
+    for each, value in values:
         vars(each)[name] = value
     try:
         yield
     finally:
-        for each in values:
-            vars(each).pop(name, None)
-            if each in own:
-                vars(each)[name] = own[each]
+        for held, own, value in before:
+            held.pop(name, None)
+            if own:
+                held[name] = value
 
 
 def without_casts(layers: Iterable[Any]) -> bool:
