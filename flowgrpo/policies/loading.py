@@ -17,6 +17,7 @@ from flowgrpo.config.sections import Load, Memory
 from flowgrpo.device import concrete, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.files import shapes_of
+from flowgrpo.log import quiet
 from flowgrpo.policies import checkpoints, sources
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.pipelines.call import class_on_device
@@ -200,16 +201,11 @@ def _load_checkpoint(pipe: Any, path: Path) -> None:
 @contextlib.contextmanager
 def _translate_errors(path: Path, pipe: Any) -> Iterator[None]:
     """Context manager: turn diffusers' errors on weights into one line, without its log."""
-    from diffusers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with quiet():
+            yield
     except UserError as error:
         raise UserError(f"{error}{describe_base_model(path)}") from error
     except Exception as error:
         raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
                         f"{describe_base_model(path)}") from None
-    finally:
-        logging.set_verbosity(level)
