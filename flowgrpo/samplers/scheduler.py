@@ -142,7 +142,7 @@ class StepRecord:
 
     @staticmethod
     def concatenate(records: Sequence[StepRecord]) -> StepRecord:
-        joined = _join(records, torch.cat)
+        joined = _join(records, torch.cat)  # with the densities of the calls, bit by bit
         joined.logp = {step: torch.cat([record.logp[step] for record in records]) for step in joined.logp}
         return joined
 
@@ -154,8 +154,9 @@ class StepRecord:
 
 
 def _join(records: Sequence[StepRecord], cat: Callable[[list[torch.Tensor]], torch.Tensor]) -> StepRecord:
-    joined = StepRecord(**{name: cat_known([getattr(record, name) for record in records], cat)
-                           for name in ("output", "x0", "first", "last")})
+    output, x0, first, last = (cat_known([getattr(record, name) for record in records], cat)
+                               for name in ("output", "x0", "first", "last"))
+    joined = StepRecord(output=output, x0=x0, first=first, last=last)
     for step, drawn in records[0].transition.items():
         x, x_next, mean = (cat(values) for values in zip(*(
             (record.x[step], record.x_next[step], record.transition[step].mean) for record in records)))
