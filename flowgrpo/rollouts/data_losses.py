@@ -22,7 +22,8 @@ from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
-from flowgrpo.samplers.rollout import RolloutSpec, fork_seed, single_score
+from flowgrpo.samplers.growth import single_score
+from flowgrpo.samplers.rollout import RolloutSpec, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored, wide
 

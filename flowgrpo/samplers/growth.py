@@ -22,7 +22,7 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import BatchShape, prompts_per_part
 from flowgrpo.device import put_away, to_device, wait_for_copies
-from flowgrpo.samplers.rollout import C, Denoiser, Part, Replayer, RolloutSpec, Seed, single_score
+from flowgrpo.samplers.rollout import C, Denoiser, Part, Replayer, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
@@ -221,13 +221,12 @@ class Recorder:
              records: list[StepRecord]) -> None:
         """Record a step from the states x [n,*D] to x_next [m,*D]. records: of its micro-batches."""
         before, after = self._put(x), self._put(x_next)
-        old = single_score(torch.cat([record.logp[step] for record in records]))
-        clean = None
+        logp, mean, std, clean = torch.cat([record.logp[step] for record in records]), None, None, None
         if self.means or self.predict is not None:
             drawn = torch.cat([record.transition[step].mean for record in records])
         if self.means:
-            old = replace(old, mean=put_away(drawn[:, None], self.states),
-                          std=records[0].transition[step].std.reshape(1))
+            mean, std = put_away(drawn, self.states), records[0].transition[step].std.reshape(1)
+        old = single_score(logp, mean, std)
         if self.predict is not None:
             first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
             clean = put_away(self.predict(x, drawn[first.to(drawn.device)], step), self.states)
@@ -297,7 +296,8 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """States [b,*D] of a batch and the model's output [b,*D]."""
-    exploration, steps = unwrap(part.exploration), sampler_steps(part)
+    exploration, steps = part.exploration, sampler_steps(part)
+    assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]
     x = to_device(before[0] if len(before) == 1 else torch.cat(before), policy.device)
@@ -311,7 +311,8 @@ def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: to
 
     x: the states [b,*D]; v: the model output [b,*D].
     """
-    exploration, device = unwrap(part.exploration), x.device
+    exploration, device = part.exploration, x.device
+    assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = to_device(taken.parent[low:high] - states.start, device)
     x_next = to_device(taken.x_next[low:high], device)
@@ -345,6 +346,13 @@ def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.
     """Log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
     logp = gaussian.log_prob(transition, x_next)
     return single_score(logp, transition.mean, transition.std.reshape(1), slope) if means else single_score(logp)
+
+
+def single_score(logp: torch.Tensor, mean: torch.Tensor | None = None, std: torch.Tensor | None = None,
+                 slope: torch.Tensor | None = None) -> Scored:
+    """Score [b,1] of one decision per row, from log-densities or rewards [b], and means [b,*D]."""
+    mask = torch.ones_like(logp[:, None], dtype=torch.bool)
+    return Scored(logp[:, None], mask, None if mean is None else mean[:, None], std, slope)
 
 
 class BaseImages(Generic[C]):

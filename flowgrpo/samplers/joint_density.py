@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
-from flowgrpo.samplers.growth import sampler_steps
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, single_score
+from flowgrpo.samplers.growth import sampler_steps, single_score
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.growth import replay, rescore
+from flowgrpo.samplers.growth import replay, rescore, single_score
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import EncodedPrompts, Part, RolloutSpec, Seed, fork_seed, generators, single_score
+from flowgrpo.samplers.rollout import EncodedPrompts, Part, RolloutSpec, Seed, fork_seed, generators
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Transitions, wide
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.growth import replay, rescore
+from flowgrpo.samplers.growth import replay, rescore, single_score
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, fork_seed, single_score
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Transitions, wide
 

@@ -17,7 +17,8 @@ import torch
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import to_device
 from flowgrpo.parts import part
-from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, single_score
+from flowgrpo.samplers.growth import single_score
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions, unwrap
 

@@ -253,13 +253,6 @@ def leaves_of(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
 
 
-def single_score(logp: Tensor, mean: Tensor | None = None, std: Tensor | None = None, slope: Tensor | None = None
-                 ) -> Scored:
-    """Score [b,1] of one decision per row, from log-densities or rewards [b], and means [b,*D]."""
-    return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool), None if mean is None else
-                  mean[:, None], std, slope)
-
-
 def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)

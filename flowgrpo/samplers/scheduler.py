@@ -207,6 +207,7 @@ class PolicyScheduler:
         self.leader = None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task = task
+        self.multistep = task.multistep
         self.record = StepRecord(x0=x0)
         return self.record
 
@@ -323,14 +324,15 @@ class PolicyScheduler:
             self.record.output = output
             return x
         if i in task.stochastic:
+            assert task.kernel is not None, "a stochastic step without a kernel"
             with torch.set_grad_enabled(task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
-                transition = unwrap(task.kernel)(x, output, task.grid, i)
+                transition = task.kernel(x, output, task.grid, i)
             # Round first: the density is that of the state that the network will see.
             x_next = gaussian.sample(transition, noise_like(x, task.generators)).to(x.dtype)
             if i in task.recorded:
                 self.record.add(i, x, x_next, transition)
         else:
             x_next = task.deterministic_step(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
-        if task.multistep:
+        if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next

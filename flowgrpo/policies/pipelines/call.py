@@ -149,11 +149,11 @@ class PipelineCall:
             for context in self._contexts(conditioning, task, options.get("generator")):
                 stack.enter_context(context)
             out, *beside = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})
+            record = None if task is None else self.scheduler.take_record()
         if self.heard is not None and beside:
             self.heard.append(beside[0])
         if given.get("output_type") == "pt":
             out = rgb(out, self.pipe)
-        record = None if task is None else self.scheduler.take_record()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
@@ -236,17 +236,32 @@ def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Gener
     return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
-def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def disable_safety_checker(pipe: Any) -> Iterator[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
+    checker = vars(pipe).get("safety_checker")
+    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
+    try:
+        yield
+    finally:
+        vars(pipe)["safety_checker"] = checker
 
 
-def silence_warnings() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def silence_warnings() -> Iterator[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    return replaced("level", *((handler, logging.ERROR) for handler in logging.getLogger("diffusers").handlers))
+    handlers = logging.getLogger("diffusers").handlers
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:

@@ -88,7 +88,7 @@ class Conditioning:
             if not torch.is_tensor(value):
                 return [value[i] for i in picked]
             if value.device not in places:
-                places[value.device] = to_device(index, value.device)
+                places[value.device] = index if value.device == index.device else to_device(index, value.device)
             return value[places[value.device]]
 
         calls = tuple(tuple(select(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
@@ -96,7 +96,7 @@ class Conditioning:
         return replace(self, prompts=select(self.prompts), negatives=select(self.negatives), calls=calls, sizes=sizes,
                        scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """A call takes one prompt, and no list of prompts."""
         return self.one_per_call and not self.listed
