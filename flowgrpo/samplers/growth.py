@@ -334,12 +334,14 @@ def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
         mean = None if old.mean is None else unwrap(new.mean).detach().to(old.mean.device)
         entropy = None if new.entropy is None else new.entropy.detach()
         scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
-    transitions = tuple(
-        replace(taken, old=Scored(torch.cat([new.logp for new in of]), torch.cat([new.mask for new in of]),
-                                  cat_known([new.mean for new in of]), of[0].std,
-                                  entropy=cat_known([new.entropy for new in of]), guided=taken.old.guided))
-        for taken, of in zip(part.transitions, scores))
-    return replace(part, transitions=transitions)
+    transitions = []
+    for taken, of in zip(part.transitions, scores):
+        mean, entropy = (None if values[0] is None else torch.cat(values)
+                         for values in zip(*((new.mean, new.entropy) for new in of)))
+        old = Scored(torch.cat([new.logp for new in of]), torch.cat([new.mask for new in of]), mean, of[0].std,
+                     entropy=entropy, guided=taken.old.guided)
+        transitions.append(replace(taken, old=old))
+    return replace(part, transitions=tuple(transitions))
 
 
 def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
