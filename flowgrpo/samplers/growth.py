@@ -221,16 +221,19 @@ class Recorder:
              records: list[StepRecord]) -> None:
         """Record a step from the states x [n,*D] to x_next [m,*D]. records: of its micro-batches."""
         before, after = self._put(x), self._put(x_next)
-        logp, mean, std, clean = torch.cat([record.logp[step] for record in records]), None, None, None
-        if self.means or self.predict is not None:
-            drawn = torch.cat([record.transition[step].mean for record in records])
+        logp = torch.cat([record.logp[step] for record in records])[:, None]
+        means, std = None, None
         if self.means:
-            mean, std = put_away(drawn, self.states), records[0].transition[step].std.reshape(1)
-        old = single_score(logp, mean, std)
+            means = torch.cat([record.transition[step].mean for record in records])[:, None]
+            means = put_away(means, self.states)
+            std = records[0].transition[step].std.reshape(1)
+        score = Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std)
+        clean = None
         if self.predict is not None:
             first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
+            drawn = torch.cat([record.transition[step].mean for record in records])
             clean = put_away(self.predict(x, drawn[first.to(drawn.device)], step), self.states)
-        self.taken[step] = Transitions(step, before, prompts, parent, after, old, clean=clean)
+        self.taken[step] = Transitions(step, before, prompts, parent, after, score, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
         """State on the device of recorded states; the last stored one is not copied again."""
@@ -346,15 +349,15 @@ def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
 
 def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
     """Log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
-    logp = gaussian.log_prob(transition, x_next)
-    return single_score(logp, transition.mean, transition.std.reshape(1), slope) if means else single_score(logp)
+    logp = gaussian.log_prob(transition, x_next)[:, None]
+    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if means else (None, None)
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
 
 
-def single_score(logp: torch.Tensor, mean: torch.Tensor | None = None, std: torch.Tensor | None = None,
-                 slope: torch.Tensor | None = None) -> Scored:
+def single_score(logp: torch.Tensor, mean: torch.Tensor | None = None) -> Scored:
     """Score [b,1] of one decision per row, from log-densities or rewards [b], and means [b,*D]."""
     mask = torch.ones_like(logp[:, None], dtype=torch.bool)
-    return Scored(logp[:, None], mask, None if mean is None else mean[:, None], std, slope)
+    return Scored(logp[:, None], mask, None if mean is None else mean[:, None])
 
 
 class BaseImages(Generic[C]):

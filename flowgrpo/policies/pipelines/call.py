@@ -478,7 +478,7 @@ class EncodePrompt:
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.one_per_call, self._shared = self._learned.get(_kinds(plain), (self.one_per_call, self._shared))
-        if not self.one_per_call and len(plain.runs) == 1:
+        if not self.one_per_call and not (plain.inputs and len(plain.runs) > 1):
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
@@ -500,10 +500,10 @@ class EncodePrompt:
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
         different = list(dict.fromkeys(rows))
         known = {} if self.kept is None else self.kept
+        new = [row for row in different if row not in known]
+        alone = [plain.rows(torch.tensor([rows.index(row)])) for row in new]
         with contextlib.nullcontext() if self.kept is None else torch.no_grad():
-            for row in different:
-                if row not in known:
-                    known[row] = self(plain.rows(torch.tensor([rows.index(row)])), guidance)
+            known |= {row: self(one, guidance) for row, one in zip(new, alone)}
         parts = [known[row] for row in different]
         if torch.is_grad_enabled() and self.kept is None and not any(
                 torch.is_tensor(value) and value.requires_grad for value in tree_leaves([one.calls for one in parts])):
