@@ -170,7 +170,6 @@ def _size(image: Any) -> Any:
 class PromptEncoder(Pictured, Protocol):
     """Policy that encodes prompts by its pipeline; call: arguments of every call of it."""
 
-    call: dict[str, Any]
     device: torch.device
     dtype: torch.dtype
 
