@@ -124,7 +124,6 @@ def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
 
 
 def modality(loaded: Any) -> str:
-    """Modality of a loaded pipeline: "image" or "video"."""
     from flowgrpo.policies.pipelines import load
 
     return load.modality(loaded)

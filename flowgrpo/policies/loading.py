@@ -17,15 +17,14 @@ from flowgrpo.config.sections import Load, Memory
 from flowgrpo.device import concrete, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.files import shapes_of
+from flowgrpo.log import quiet
 from flowgrpo.policies import checkpoints, sources
-from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.pipelines.call import class_on_device
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights import adapters, memory_options
 from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, lora_parts, read, tell
-from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage.places import STATE, is_checkpoint, unfinished
 
@@ -34,7 +33,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # others are packed, and have
 
 def describe_base_model(path: Path) -> str:
     """The model that a run's weights were trained on, as the end of a message; empty for other weights."""
-    config = config_of(path.parent if path.is_file() else path)
+    config = checkpoints.config_of(path.parent if path.is_file() else path)
     return "" if config is None else f"; its run was trained on {config.model!r}"
 
 
@@ -106,13 +105,12 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     Raises UserError if a required package is absent.
     """
     device = place(device)
-    gpu = device.type == "cuda"
-    weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
-    require_quantiser(weights)
+    weights = "full" if memory.weights == "nf4" and device.type != "cuda" else memory.weights
+    memory_options.require_quantiser(weights)
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files, checker=False)
     away = None if memory.encoders == "keep" else "cpu"
     modules = denoisers(pipe)
-    encoders = Encoders(pipe, device, away, modules if memory_options.later(memory) else ())
+    encoders = memory_options.Encoders(pipe, device, away, modules if memory_options.later(memory) else ())
     if away is not None:
         encoders.attend(pipe, on_cpu=memory.encoders == "ahead")
         pipe.__class__ = class_on_device(type(pipe), device)  # diffusers takes the place of a part that may be away
@@ -120,7 +118,7 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
         for module in modules.values():
             module.requires_grad_(False)
         memory_options.place(modules.values(), encoders, device, memory)
-    decode_in_parts(pipe, memory.vae)
+    memory_options.decode_in_parts(pipe, memory.vae)
     return pipe
 
 
@@ -139,13 +137,13 @@ def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
     if checkpoints.is_checkpoint(path):
         _load_checkpoint(pipe, path)
     elif checkpoints.holds_edits(path):
-        config = config_of(path)
+        config = checkpoints.config_of(path)
         edits.over(pipe, path, config.call if config else {}).attach()
     elif path.is_file() or (path / LORA_FILE).is_file() or (path / adapters.CONFIG).is_file() or any(
             (path / name / adapters.CONFIG).is_file() for name in modules):
         with _translate_errors(path, pipe):
             applied = attach(pipe, modules, path, "default")
-        if told and config_of(path) is None:  # of others, whose files come in many forms
+        if told and checkpoints.config_of(path) is None:  # of others, whose files come in many forms
             tell(applied)
     elif trained:
         for name in trained:
@@ -203,16 +201,11 @@ def _load_checkpoint(pipe: Any, path: Path) -> None:
 @contextlib.contextmanager
 def _translate_errors(path: Path, pipe: Any) -> Iterator[None]:
     """Context manager: turn diffusers' errors on weights into one line, without its log."""
-    from diffusers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with quiet():
+            yield
     except UserError as error:
         raise UserError(f"{error}{describe_base_model(path)}") from error
     except Exception as error:
         raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
                         f"{describe_base_model(path)}") from None
-    finally:
-        logging.set_verbosity(level)

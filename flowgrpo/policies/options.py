@@ -22,10 +22,7 @@ from flowgrpo.methods.validate import check_recorded_pairs, check_supervised, re
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import attention, encoded_prompts, few_steps
-from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights import lora_files, memory_options, sharding
-from flowgrpo.policies.weights.lora_files import require_lora
-from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.starter import EVAL, FOLDERS
 
 OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
@@ -71,7 +68,7 @@ def require_init(setup: Setup) -> None:
         what = "adapter.rank is 0" if not config.adapter.rank else f"method {config.method} trains an edit policy"
         raise UserError(f"adapter.init is {config.adapter.init!r}, but {what}, so no LoRA is trained: leave it "
                         "out")
-    require_lora("adapter.init", config.adapter.init)
+    lora_files.require_lora("adapter.init", config.adapter.init)
     path, cls, modules, trained = Path(config.adapter.init), None, dict[str, torch.nn.Module](), ["model"]
     if setup.kind == build.PIPELINE:
         from flowgrpo.policies.pipelines import load
@@ -92,12 +89,12 @@ def require_memory(setup: Setup) -> None:
     device lacks or whose package is absent."""
     config, method, device = setup.config, setup.method, torch.device(setup.device)
     weights, adapter = config.memory.weights, config.adapter
-    require_attention(config.memory.attention, device, config.precision)
+    attention.require_attention(config.memory.attention, device, config.precision)
     setting = f"memory.weights is {weights!r}" if weights != "full" else \
         f"load.denoiser is {config.load.denoiser!r}" if config.load.gguf else None
     # What quantises needs its package, its device, and weights that are not loaded yet.
     if weights != "full":
-        require_quantiser(weights)
+        memory_options.require_quantiser(weights)
         if setup.loaded is not None:
             raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
                             "here")
@@ -124,7 +121,7 @@ def require_memory(setup: Setup) -> None:
         raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths "
                         "besides: use the reference EMA or PreviousPolicy, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
-        require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
+        memory_options.require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 
 
 def require_ahead(setup: Setup) -> None:
@@ -148,7 +145,7 @@ def _require_models(config: Config, name: str, models: Sequence[str]) -> None:
                         "the reference Base")
     for model in models:
         if config.adapter.rank:
-            require_lora("parts.reference.models", model)
+            lora_files.require_lora("parts.reference.models", model)
         elif not Path(model).is_dir():
             raise UserError(f"parts.reference.models: {model!r} is no folder, expected one with a model's weights")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from flowgrpo.config.sections import IPAdapter, Load
+from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.files import WEIGHTS, shapes_of
 from flowgrpo.packages import present
@@ -25,6 +27,15 @@ INDICES = ("model_index.json", "modular_model_index.json")  # of a pipeline; of 
 def index_file(folder: Path) -> Path:
     """The index of the pipeline in a folder, which need not be there."""
     return next((folder / name for name in INDICES if (folder / name).is_file()), folder / INDICES[0])
+
+
+def described(path: Path) -> dict[str, Any]:
+    """The object in a model's JSON file; empty where none can be read, of which loading says what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def hub_index(model: str, revision: str | None) -> str:
@@ -82,7 +93,15 @@ def require(model: str, files: Load, weights: str = "full") -> None:
     if files.lora and (weights != "full" or files.gguf):
         setting = f"memory.weights is {weights!r}" if weights != "full" else f"load.denoiser is {files.denoiser!r}"
         raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
-    _require_conditioning(files.controlnet, files.ip_adapter)
+    if files.controlnet is not None and _local(files.controlnet) and \
+            not (Path(files.controlnet) / "config.json").is_file():
+        raise UserError(f"load.controlnet is {files.controlnet!r}, which has no config.json: expected a ControlNet's "
+                        "folder or a hub id")
+    if (adapter := files.ip_adapter) is not None and _local(adapter.path):
+        file = Path(adapter.path) / (adapter.subfolder or "") / adapter.weights
+        if not file.is_file():
+            raise UserError(f"load.ip_adapter: there is no file {file}: set path, subfolder and weights of "
+                            "load.ip_adapter")
     for inversion in files.inversions:
         _require_file("load.textual_inversion", inversion.path, (CHECKPOINT,))
     if files.vae is not None and (is_file(files.vae) or _local(files.vae)):
@@ -95,18 +114,6 @@ def require(model: str, files: Load, weights: str = "full") -> None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
         if files.gguf and not present("gguf"):
             raise UserError(f"load.denoiser is {files.denoiser!r}, which needs gguf: pip install gguf")
-
-
-def _require_conditioning(controlnet: str | None, adapter: IPAdapter | None) -> None:
-    """Raise UserError for a local folder of a ControlNet or an IP-Adapter without the files that it needs."""
-    if controlnet is not None and _local(controlnet) and not (Path(controlnet) / "config.json").is_file():
-        raise UserError(f"load.controlnet is {controlnet!r}, which has no config.json: expected a ControlNet's folder "
-                        "or a hub id")
-    if adapter is not None and _local(adapter.path):
-        file = Path(adapter.path) / (adapter.subfolder or "") / adapter.weights
-        if not file.is_file():
-            raise UserError(f"load.ip_adapter: there is no file {file}: set path, subfolder and weights of "
-                            "load.ip_adapter")
 
 
 def _local(path: str) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, smooth_l1_loss
@@ -16,23 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import (
-    AlignedChains,
-    GuidanceDistillation,
-    NextToken,
-    NoisedData,
-    PicturePairs,
-    PreferencePairs,
-)
+from flowgrpo.methods import supervised
 from flowgrpo.objectives.reductions import SequenceMean, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-from flowgrpo.policies.policy import Policy
-from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.growth import single_score
+from flowgrpo.samplers.rollout import RolloutSpec, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored, wide
 
@@ -55,17 +46,10 @@ class Example:
     rejected: str = ""
 
 
-class Run(Protocol):
-    """Run, as a loss of examples reads it; a phase may replace its rollouts."""
-
-    policy: Policy
-    rollouts: GroupSampler[Any]
-
-
 class DataLosses(Protocol):
-    """Loss of a run's supervised term."""
+    """Loss of a run's supervised term. run: has a policy and rollouts, which a phase may replace."""
 
-    run: Run
+    run: Any
 
     @property
     def rollouts(self) -> Any:
@@ -88,7 +72,7 @@ class DataLosses(Protocol):
 class TextExamples(DataLosses):
     """Recorded texts of a causal language model as rows of tokens. run: of a `CausalLM`."""
 
-    def __init__(self, part: Any, run: Run):
+    def __init__(self, part: Any, run: Any):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a `CausalLM`
 
@@ -101,6 +85,9 @@ class TextExamples(DataLosses):
         """Rows of tokens as ids [B, L] and mask, bool [B, L]."""
         ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
         return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+    def encoded(self, examples: Sequence[Example]) -> Any:
+        return self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
 
 
 def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
@@ -119,7 +106,7 @@ def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Seq
 class PairTokenLosses(TextExamples):
     """Preference loss of pairs of texts under a causal language model."""
 
-    part: PreferencePairs
+    part: supervised.PreferencePairs
 
     def require(self, recorded: Iterable[Example]) -> None:
         """Raise UserError for the first text with more tokens than a completion may have."""
@@ -138,7 +125,7 @@ class PairTokenLosses(TextExamples):
     def _of(self, examples: Sequence[Example]) -> Tensor:
         loss, policy, count = self.part.loss, self.policy, len(examples)
         ids, mask = self.pad([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
+        encoded = self.encoded(examples)
         prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
         new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None
         if loss.reads_reference:
@@ -150,7 +137,7 @@ class PairTokenLosses(TextExamples):
 class TokenLosses(TextExamples):
     """Cross entropy of answers' tokens under a causal language model."""
 
-    part: NextToken
+    part: supervised.NextToken
 
     def tokens(self, example: Example) -> Tensor:
         """Tokens [n] of an example's answer, an end included."""
@@ -167,17 +154,17 @@ class TokenLosses(TextExamples):
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         rows = [self.tokens(example) for example in examples]
         ids, mask = self.pad(rows)
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
+        encoded = self.encoded(examples)
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         scored = self.policy.log_probs(encoded, torch.arange(len(rows)), ids, mask,
                                        weigh.distribution(seed) or self.policy.plain, weigh.reads_entropy)
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])[:, None].to(scored.logp)
         yield -(weights * weigh(scored.logp, scored.entropy, scored.mask) * scored.logp * scored.mask).sum()
-        if isinstance(self.part, AlignedChains) and self.part.contrast:
+        if isinstance(self.part, supervised.AlignedChains) and self.part.contrast:
             yield from self._contrast(self.part, examples)
 
-    def _contrast(self, part: AlignedChains, examples: Sequence[Example]) -> Iterator[Tensor]:
+    def _contrast(self, part: supervised.AlignedChains, examples: Sequence[Example]) -> Iterator[Tensor]:
         """Yield the contrast of the examples whose prompts have an annotated answer, if two prompts have one; each
         counts as many times as it has tokens."""
         annotated = {example.prompt.key: Example(example.prompt, answer) for example in examples
@@ -195,13 +182,9 @@ class TokenLosses(TextExamples):
 
     def _mean_hidden_states(self, examples: Sequence[Example]) -> Tensor:
         """Mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
-        rows = [self.tokens(example) for example in examples]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding).to(self.policy.device)
-        counts = torch.tensor([len(row) for row in rows], device=ids.device)
-        mask = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
-        states = self.policy.states_before(encoded, ids).float()
-        return normalize((states * mask[..., None]).sum(1) / counts[:, None], dim=1)
+        ids, mask = (each.to(self.policy.device) for each in self.pad([self.tokens(example) for example in examples]))
+        states = self.policy.states_before(self.encoded(examples), ids).float()
+        return normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=1)
 
 
 def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:
@@ -217,13 +200,13 @@ def condition_prompt(condition: str, example: Example) -> Prompt:
 
 def seed_of(seed: int, update: int, place: int) -> int:
     """Seed of an example's draws. place: its place in the batch of an optimizer step."""
-    return int(np.random.SeedSequence((seed, update, place, DRAWS)).generate_state(1, np.uint64)[0] >> 1)
+    return fork_seed(seed, update, place, DRAWS)
 
 
 class NoisedLosses(DataLosses):
     """Errors of a pipeline's prediction at noised examples. run: of the pipeline."""
 
-    def __init__(self, part: NoisedData, run: Run):
+    def __init__(self, part: supervised.NoisedData, run: Any):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a pipeline
         if part.source.path and run.policy.modality != "image":
@@ -246,7 +229,7 @@ class NoisedLosses(DataLosses):
         times = self.times(update)
         for k, t in enumerate(times.grid[:-1].tolist()):
             x, target = noised_finals.add_noise(x0, noise, t, policy.device, policy.process == "vp")
-            if isinstance(self.part, GuidanceDistillation):
+            if isinstance(self.part, supervised.GuidanceDistillation):
                 target = self.teacher(encoded, x, times, k)
             with at_guidance(policy, self.part.guidance):
                 output = policy.replay(encoded, x, times.grid, k, times.timesteps)
@@ -270,7 +253,7 @@ class NoisedLosses(DataLosses):
 
     def teacher(self, encoded: Any, x: Tensor, times: RolloutSpec, k: int) -> Tensor:
         """Teacher's guided prediction [B,*D] at states of the k-th time."""
-        assert isinstance(self.part, GuidanceDistillation)
+        assert isinstance(self.part, supervised.GuidanceDistillation)
         weights = self.policy.reference() if self.part.base else torch.no_grad()
         with weights, at_guidance(self.policy, self.part.scale):
             return self.policy.replay(encoded, x, times.grid, k, times.timesteps)
@@ -279,7 +262,7 @@ class NoisedLosses(DataLosses):
 class PairNoisedLosses(NoisedLosses):
     """Preference loss of a pipeline on noised pairs of images."""
 
-    part: PicturePairs
+    part: supervised.PicturePairs
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows
@@ -304,8 +287,7 @@ class PairNoisedLosses(NoisedLosses):
             def score() -> Scored:
                 with at_guidance(policy, self.part.guidance):
                     output = policy.replay(encoded, x, times.grid, k, times.timesteps)
-                logp = -self.errors(output, target, t)[:, None] / 2
-                return Scored(logp, torch.ones_like(logp, dtype=torch.bool))
+                return single_score(-self.errors(output, target, t) / 2)
 
             reference = None
             if loss.reads_reference:

@@ -27,10 +27,9 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
-from flowgrpo.rollouts.targets import TARGETS, Drawer, RecordedSteps
+from flowgrpo.rollouts.targets import TARGETS, RecordedSteps
 from flowgrpo.samplers import cost, reward_gradient
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import BaseImages, deterministic
@@ -38,7 +37,7 @@ from flowgrpo.samplers.kernels import NOISE_NETWORK, Noisy
 from flowgrpo.samplers.preview import contrasting, previews
 from flowgrpo.samplers.rollout import LEAST, Part, RolloutSpec, Seed, deviation, quiet_steps
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.types import Gaussian, Scored, unwrap
+from flowgrpo.types import Scored, unwrap
 
 ON_DEVICE = 2**28  # bytes of a part's images that wait on the GPU for their rewards
 
@@ -70,7 +69,7 @@ def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], si
     conditioning, before = encode(), policy.evaluations
     if conditioning.inputs:
         raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
-    grid, timesteps = few_steps(policy, 2)
+    grid, timesteps = probes.few_steps(policy, 2)
     for height, width in sizes:
         row = replace(conditioning, sizes=[(height, width)])
         try:
@@ -91,7 +90,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     """
 
     policy: PipelinePolicy
-    drawer: Drawer | None = None  # what draws in the place of the pipeline: an engine
+    drawer: Any = None  # what samples in the place of the target: an engine
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
                  processes: Processes, clock: PhaseTimer, first: Prompt):
@@ -166,7 +165,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         evaluation's."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
-            if self.config.train.pack and encoded.layout.mixed:
+            if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' images differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the images to one size")
             if self.config.train.pack and not self.policy.vector(encoded):
@@ -215,13 +214,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its images.
-
-        Images [b,...] are those of `decode`, once per granularity; None where no reward looks at them.
-        judge: the total reward, by which a method with previews chooses its initial noises.
-        value: the one whose gradient a method with `backprop` follows.
-        turn: how often the epoch has drawn before.
-        """
+        """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks
+        at them. judge: also chooses the initial noises of a method with previews."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         lags = self.method.denoising.lag.most > 0
         if lags:
@@ -231,37 +225,34 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if self.method.denoising.preview:
             with drawing():
                 seed = self._preview_seeds(conditioning, seed, judge)
-        before = self.policy.evaluations
-        parts = self._sample(conditioning, epoch, seed, judge)
-        while True:
+        spent, parts = 0, self._sample(conditioning, epoch, seed, judge)
+
+        def draw() -> Part | None:
+            nonlocal spent
+            before = self.policy.evaluations
             with self.clock("rollout"), drawing():
                 part = next(parts, None)
-            if part is None:
-                break
-            sampled = self.policy.evaluations
+            spent += self.policy.evaluations - before
+            return part
+
+        for part in iter(draw, None):
             # The transitions that are trained; all processes do alike where they are scored now.
             learned = conditioning.learned or conditioning
             with nullcontext() if self.method.target.scores_sampling else self.processes.alike(
                     lambda: (len(part.prompts), learned.scales and self.processes.rank)):
                 part = self.target.record(part, learned, epoch, seed)
-            before += self.policy.evaluations - sampled  # they are the update's
             # Rewards of samples beside the part's own.
             if self.method.credit.progress is not None:
                 part = self._score_predictions(part, conditioning, judge)
             if self.method.credit.advantage.reads_baseline:
-                sampled = self.policy.evaluations
                 part = self._score_baselines(part, conditioning, judge)
-                before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
                 images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
                             for final in part.finals]
             if images[0] is not None:
                 part = self.target.score(part, images[0], value)
-            sampled = self.policy.evaluations
             yield part, images
-            before += self.policy.evaluations - sampled  # of the base, which counts its own
         # The rollout's cost, and what shared prefixes saved of it.
-        spent = self.policy.evaluations - before
         self.count(spent)
         alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
         spent *= self.processes.count
@@ -334,10 +325,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return judge(images, together, prompts, finals.float().cpu(), names)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """Base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
-
-        None for a part that came from none.
-        """
+        """Base model's images [b,...] from a part's initial noises, on the CPU; None for a part that came from none."""
         if part.seeds is None:
             return None
         before = self.policy.evaluations
@@ -364,7 +352,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                    for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """Method's weight of every step that the epoch trains, however the parts are dealt out."""
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}
@@ -374,9 +361,5 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if not steps:
             return {}
         of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
-
-        def transition(x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
-            # With the plan's factor on the noise of that step.
-            return of[i].transition(x, v, grid, i)
-
-        return dict(zip(steps, self.method.loss.step_weight(transition, grid, steps).tolist()))
+        weights = self.method.loss.step_weight(lambda x, v, grid, i: of[i].transition(x, v, grid, i), grid, steps)
+        return dict(zip(steps, weights.tolist()))

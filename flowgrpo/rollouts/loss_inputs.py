@@ -51,10 +51,9 @@ class NoisedInputs:
         assert isinstance(loss.surrogate, (OfNoised, SampleLoss)), loss.surrogate
         self.surrogate, self.measure = loss.surrogate, loss.log_ratio
         self.part, self.reference, self.device = part, reference, device
-        groups = loss.surrogate.reads_groups
         self.peers: Sequence[GroupStatistics | None] = [of for of, _ in peers] or [None] * len(part.transitions)
         self.firsts = [first for _, first in peers] or [0] * len(part.transitions)
-        if groups and cut:
+        if self.surrogate.reads_groups and cut:
             self.peers = [self._peers(k, values) for k, values in enumerate(self.statistics(cut))]
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:

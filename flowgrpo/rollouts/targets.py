@@ -4,62 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from flowgrpo import objectives
-from flowgrpo.config.geometry import BatchShape
-from flowgrpo.config.schema import Config
-from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs, SplitGroups
+from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, preview, reward_gradient
 from flowgrpo.samplers.growth import explore, replay
-from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Scored, unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.edits import Editor
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
 
-class Rollouts(Protocol):
-    """Rollouts of a pipeline as its targets read them (`denoising.DenoisingRollouts`)."""
+class RecordedSteps:
+    """Stochastic steps of a rollout, by their log-probability. rollouts: `DenoisingRollouts`, which have a target."""
 
-    config: Config
     policy: PipelinePolicy
     method: Method
-    geometry: BatchShape
-    old_policy: OldPolicy
-    clock: PhaseTimer
-    grid: torch.Tensor
-    split_groups: SplitGroups | None
 
-    def explorations(self, epoch: int) -> list[RolloutSpec]: ...
-
-    def together(self, count: int) -> list[int]: ...
-
-
-class Drawer(Protocol):
-    """Sampler of groups (`targets.RecordedSteps.sample`)."""
-
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: preview.Judge
-               ) -> Iterator[Part]:
-        """Yield whole groups of every prompt of `conditioning`."""
-
-
-class RecordedSteps:
-    """Stochastic steps of a rollout, by their log-probability."""
-
-    def __init__(self, rollouts: Rollouts):
+    def __init__(self, rollouts: Any):
         self.rollouts, self.policy, self.method = rollouts, rollouts.policy, rollouts.method
         self.own: Any = rollouts.method.target
         self.pack = rollouts.config.train.pack
@@ -179,20 +150,16 @@ class LatentEdits(RecordedSteps):
     def samples_per_prompt(self) -> int:
         return self.own.edit.bases(self.rollouts.config.train.group)
 
-    @property
-    def editor(self) -> Editor:
-        return self.policy.editor
-
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         exploration = self.own.edit.exploration(self.rollouts.config.train.group, self.method.denoising.solver,
                                                 self.method.reads_means, self.method.reads_old_means)
-        return latent_edits.apply_edits(self.editor, conditioning, part, exploration, self.micro_batch, seed)
+        return latent_edits.apply_edits(self.policy.editor, conditioning, part, exploration, self.micro_batch, seed)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        return replay(self.editor, conditioning, part, self.micro_batch)
+        return replay(self.policy.editor, conditioning, part, self.micro_batch)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> EditInputs:
-        return EditInputs(self.editor, conditioning, part, self.method.loss.surrogate.reads_means)
+        return EditInputs(self.policy.editor, conditioning, part, self.method.loss.surrogate.reads_means)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         return self.rollouts.grid, []  # edits are one step, which no transition of the pipeline weighs

@@ -27,10 +27,7 @@ def make_grid(kind: str, steps: int, shift: float, scheduler: Any, strength: flo
     Raises UserError if no step is left, or the scheduler has no such grid.
     """
     if process(scheduler) == "vp":
-        try:
-            whole, timesteps = alpha_bars(scheduler, steps)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        whole, timesteps = alpha_bars(scheduler, steps)
     else:
         whole, timesteps = shift_grid(steps, shift) if kind == "shifted" else unwrap(stock)(steps), None
     skipped = steps - min(int(steps * strength), steps)
@@ -85,21 +82,21 @@ def alpha_bars(scheduler: Any, steps: int) -> tuple[Tensor, Tensor]:
     timestep 0 (but 1 of a consistency model, whose last step gives the data). A step goes to the next timestep;
     DDIMScheduler itself steps by 1000 // steps, which differs for some spacings. A first alpha-bar of 0 (zero terminal
     SNR) becomes 2^-24, as in the stock EulerDiscreteScheduler.
-    Raises ValueError if there are no such timesteps, if the scheduler clips, or if the network predicts noise at an
+    Raises UserError if there are no such timesteps, if the scheduler clips, or if the network predicts noise at an
     alpha-bar of 0, which then says nothing of the data.
     """
     name = type(scheduler).__name__
     table = scheduler.alphas_cumprod.detach().cpu().float()
     for key in ("clip_sample", "thresholding"):
         if scheduler.config.get(key):
-            raise ValueError(f"{name} has {key}, which makes a step no Gaussian of the model's output: set it to false")
+            raise UserError(f"{name} has {key}, which makes a step no Gaussian of the model's output: set it to false")
     if not 1 <= steps <= len(table):
-        raise ValueError(f"{name} has {len(table)} timesteps, expected 1 to as many steps, got {steps}")
+        raise UserError(f"{name} has {len(table)} timesteps, expected 1 to as many steps, got {steps}")
     timesteps = _timesteps(scheduler, steps)
     first = timesteps[0]
     blind = scheduler.config.get("prediction_type") == "epsilon"
     if first >= len(table) or (blind and table[first] <= 0):
-        raise ValueError(f"{name} starts {steps} steps at timestep {first}, expected one with an alpha-bar "
+        raise UserError(f"{name} starts {steps} steps at timestep {first}, expected one with an alpha-bar "
                          "above 0: take fewer steps or, with rescale_betas_zero_snr, timestep_spacing leading")
     clean = scheduler.config.get("set_alpha_to_one", True) or prediction(scheduler) == "consistency"
     last = table.new_ones(1) if clean else table[:1]
@@ -112,7 +109,7 @@ def _timesteps(scheduler: Any, steps: int) -> Tensor:
     config = scheduler.config
     if distilled := config.get("original_inference_steps"):
         if steps > distilled:
-            raise ValueError(f"{type(scheduler).__name__} has {distilled} original_inference_steps, expected 1 to as "
+            raise UserError(f"{type(scheduler).__name__} has {distilled} original_inference_steps, expected 1 to as "
                              f"many steps, got {steps}")
         fresh = type(scheduler).from_config(config)
     else:

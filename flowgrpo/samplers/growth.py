@@ -249,10 +249,8 @@ def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def sampler_steps(part: Part) -> list[Transitions]:
     """Recorded steps of a part whose samples are no texts."""
-    steps = []
-    for taken in part.transitions:
-        assert isinstance(taken, Transitions), "completions have no steps of a sampler"
-        steps.append(taken)
+    steps = [taken for taken in part.transitions if isinstance(taken, Transitions)]
+    assert len(steps) == len(part.transitions), "completions have no steps of a sampler"
     return steps
 
 
@@ -301,8 +299,7 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """States [b,*D] of a batch and the model's output [b,*D]."""
-    exploration = part.exploration
-    steps = sampler_steps(part)
+    exploration, steps = part.exploration, sampler_steps(part)
     assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]
@@ -340,9 +337,14 @@ def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
         mean = None if old.mean is None else unwrap(new.mean).detach().to(old.mean.device)
         entropy = None if new.entropy is None else new.entropy.detach()
         scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
-    transitions = tuple(replace(taken, old=replace(_concatenate(of), guided=taken.old.guided))
-                        for taken, of in zip(part.transitions, scores))
-    return replace(part, transitions=transitions)
+    transitions = []
+    for taken, of in zip(part.transitions, scores):
+        mean, entropy = (None if values[0] is None else torch.cat(values)
+                         for values in zip(*((new.mean, new.entropy) for new in of)))
+        old = Scored(torch.cat([new.logp for new in of]), torch.cat([new.mask for new in of]), mean, of[0].std,
+                     entropy=entropy, guided=taken.old.guided)
+        transitions.append(replace(taken, old=old))
+    return replace(part, transitions=tuple(transitions))
 
 
 def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
@@ -352,11 +354,10 @@ def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
 
 
-def _concatenate(scores: list[Scored]) -> Scored:
-    mean, entropy = (None if values[0] is None else torch.cat([unwrap(value) for value in values])
-                     for values in ([old.mean for old in scores], [old.entropy for old in scores]))
-    return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
-                  scores[0].std, entropy=entropy)
+def single_score(logp: torch.Tensor, mean: torch.Tensor | None = None) -> Scored:
+    """Score [b,1] of one decision per row, from log-densities or rewards [b], and means [b,*D]."""
+    mask = torch.ones_like(logp[:, None], dtype=torch.bool)
+    return Scored(logp[:, None], mask, None if mean is None else mean[:, None])
 
 
 class BaseImages(Generic[C]):
@@ -378,15 +379,13 @@ class BaseImages(Generic[C]):
     def __call__(self, part: Part, conditioning: C) -> torch.Tensor:
         prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
         missing = [seed for seed in prompts if seed not in self.known]
-        known = self.known
-        self.known = {}
         with self.policy.reference():
             for start in range(0, len(missing), self.shape.micro_batch):
                 seeds = missing[start:start + self.shape.micro_batch]
                 rows = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
                 finals, _ = self.policy.run(self.task, rows, None, self.policy.generators(seeds))
-                known |= zip(seeds, self.decode(finals, rows))
-        self.known = {seed: known[seed] for seed in prompts}
+                self.known |= zip(seeds, self.decode(finals, rows))
+        self.known = {seed: self.known[seed] for seed in prompts}
         return torch.stack([self.known[seed] for seed in part.seeds.tolist()])
 
 

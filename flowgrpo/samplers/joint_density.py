@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
-from flowgrpo.samplers.growth import sampler_steps
+from flowgrpo.samplers.growth import sampler_steps, single_score
 from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
@@ -58,17 +58,13 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
     assert isinstance(chain, JointTransitions), "the part has no chain: call `join_chains` first"
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
-        encoded = conditioning.rows(chain.prompts[rows])
-        steps = [step_log_prob(policy, encoded, exploration, link, rows) for link in chain.links]
+        encoded, steps = conditioning.rows(chain.prompts[rows]), []
+        for link in chain.links:
+            x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
+            v = policy.replay(encoded, x, exploration.grid, link.step, exploration.timesteps)
+            transition = exploration.transition(x, v, exploration.grid, link.step)
+            steps.append(gaussian.log_prob(transition, x_next))
         yield 0, rows, single_score(log_prob(_first(exploration, chain, rows), steps))
-
-
-def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
-                  ) -> Tensor:
-    """Log-density [b] of one step."""
-    x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
-    v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
-    return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 
 
 def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor | None:
@@ -79,12 +75,6 @@ def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor 
 
 def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
     """Consecutive transitions, which do not split, as one per sample, with its old score [m,1]."""
-    first = links[0]
-    last = links[-1]
+    first, last = links[0], links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
     return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
-
-
-def single_score(logp: Tensor) -> Scored:
-    """Score [b,1] of one decision per row, from log-densities or rewards [b]."""
-    return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

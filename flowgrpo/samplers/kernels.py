@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import torch
@@ -193,16 +193,19 @@ class NoiseNet(torch.nn.Module):
             return (torch.tanh(self.level(hidden)[..., 0]) + 1) / 2
 
 
+@dataclass(frozen=True, eq=False)
 class Noisy:
     """`LearnedNoise` with its network, between two bounds; the gradient of its deviation reaches the network."""
 
-    def __init__(self, network: NoiseNet, low: float, high: float):
-        self.network = network
-        self.low = low
-        self.high = high
+    network: Callable[[Tensor, Tensor], Tensor]
+    low: float
+    high: float
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        return _noisy(x, v, grid, i, self.low, self.high, self.network)
+        x, v, sigma, after = _at(x, v, grid, i)
+        delta = sigma - after
+        level = torch.exp(math.log(self.low) + math.log(self.high / self.low) * self.network(x, sigma).to(x))
+        return Gaussian(x - delta * v, level * delta.sqrt())
 
 
 @part("kernel", jointly={"hold decay width": "0 to 1, 0 to 1, and 1 or more"})
@@ -229,7 +232,7 @@ class LearnedNoise:
             raise ValueError(f"LearnedNoise: low is {self.low} and high {self.high}, expected 0 < low <= high")
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        return _noisy(x, v, grid, i, self.low, self.high, lambda x, sigma: torch.full_like(x, 0.5))
+        return Noisy(lambda x, sigma: torch.full_like(x, 0.5), self.low, self.high)(x, v, grid, i)
 
     def network(self) -> NoiseNet:
         return NoiseNet(self.width)
@@ -240,13 +243,6 @@ class LearnedNoise:
         gone = min(max(epoch - held, 0) / max(epochs - held, 1), 1)
         last = self.low + self.decay * (self.high - self.low)
         return last + (self.high - last) * (1 + math.cos(math.pi * gone)) / 2
-
-
-def _noisy(x: Tensor, v: Tensor, grid: Tensor, i: int, low: float, high: float, network: Any) -> Gaussian:
-    x, v, sigma, after = _at(x, v, grid, i)
-    delta = sigma - after
-    level = torch.exp(math.log(low) + math.log(high / low) * network(x, sigma).to(x))
-    return Gaussian(x - delta * v, level * delta.sqrt())
 
 
 def anneal(t: float, highest: float, lowest: float, slow: float) -> float:
@@ -302,9 +298,8 @@ def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tenso
     return _pull_to_noise(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 
 
-def _posterior(
-    x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
-) -> Gaussian:
+def _posterior(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
+               ) -> Gaussian:
     """(1-s') x0 + s' (kept * x1 + fresh * noise), where fresh^2 + kept^2 = 1."""
     return _pull_to_noise(x, v, sigma, after, pull=after * (1 - kept), std=after * fresh)
 

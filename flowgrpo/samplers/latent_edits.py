@@ -5,6 +5,9 @@ bound * tanh(u). The density of u is that of the edit up to the Jacobian of the 
 are the same. A decision is recorded, replayed and scored as a transition "from x0 to u" under N(m, std^2); a base that
 stays as it is is the transition to u = 0, which no policy drew.
 
+An editor has the networks of an `Edit` (`Editor` in policies/pipelines/edits.py): its `replay` gives the mean of a
+decision, its `value` the worth of a final state.
+
 Samples are those of EXPO's acting policy: of n bases and their n edits the one that the critic values most. For a loss
 by the edit's ratio they are pairs: half of a group are bases, and each base is followed by its edit.
 """
@@ -13,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.growth import replay, rescore
+from flowgrpo.samplers.growth import replay, rescore, single_score
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed
+from flowgrpo.samplers.rollout import EncodedPrompts, Part, RolloutSpec, Seed, fork_seed, generators
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.types import Gaussian, Scored, Transitions, wide
+from flowgrpo.types import Gaussian, Transitions, wide
 
 
 @part("edit")
@@ -96,20 +99,7 @@ class Edits(Transitions):
         return Edits(**vars(left), rewards=rewards, proposed=proposed)
 
 
-class Editor(Replayer[C], Protocol[C]):
-    """Networks of an `Edit`: `replay` gives the mean of a decision, `value` the worth of a final state."""
-
-    edit: Edit
-
-    def replay(self, conditioning: C, x: Tensor, grid: Tensor | None = None, step: int | Tensor | None = None,
-               timesteps: Tensor | None = None) -> Tensor:
-        """Means [B,*D] of the decisions at final states x [B,*D]."""
-
-    def value(self, conditioning: C, x: Tensor) -> Tensor:
-        """Critic's value [B] of final states x [B,*D]."""
-
-
-def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
+def apply_edits(editor: Any, conditioning: EncodedPrompts, part: Part, exploration: RolloutSpec, micro_batch: int,
                 seed: Seed) -> Part:
     """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy.
 
@@ -118,7 +108,7 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
     seeds = (fork_seed(seed(int(p), leaf % count), 2) for leaf, p in enumerate(part.prompts))
-    noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
+    noise = noise_like(x0, generators(seeds))
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
                            for rows in torch.arange(len(x0)).split(micro_batch)])
@@ -132,39 +122,32 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
         bases = chosen % len(x0)
         parent = torch.arange(len(chosen))
         decisions = torch.cat([torch.zeros_like(drawn), drawn])[chosen]
-    part = _record_decisions(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
+    # Samples and recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from.
+    of, kept = bases[parent], decisions.to(editor.states)
+    unscored = single_score(torch.zeros(len(kept)), kept if exploration.keep_means else None)
+    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent, kept, unscored,
+                  proposed=drawn[of].to(editor.states))
+    part = replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
+                   finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
+                   seeds=None if part.seeds is None else part.seeds[of])
     with torch.no_grad():
         return rescore(part, replay(editor, conditioning, part, micro_batch))
 
 
-def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
+def _choose(editor: Any, conditioning: EncodedPrompts, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int
+            ) -> Tensor:
     """Choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
 
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
     first, bases before edits.
     """
-    n = editor.edit.candidates
-    count = len(x0)
+    n, count = editor.edit.candidates, len(x0)
     both = torch.cat([x0, editor.edit.apply(x0, drawn)])
     with torch.no_grad():
         values = torch.cat([editor.value(conditioning.rows(prompts[rows % count]), both[rows.to(both.device)])
                             for rows in torch.arange(2 * count).split(micro_batch)]).cpu()
     best = values.view(2, -1, n).transpose(0, 1).flatten(1).argmax(1)
     return best // n * count + torch.arange(count // n) * n + best % n
-
-
-def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor,
-                      parent: Tensor, decisions: Tensor, proposed: Tensor) -> Part:
-    """Part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
-    logp = torch.zeros(len(decisions), 1)
-    of = bases[parent]
-    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
-                      decisions[:, None].to(editor.states) if exploration.keep_means else None)
-    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent,
-                  decisions.to(editor.states), unscored, proposed=proposed.to(editor.states))
-    return replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
-                   finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
-                   seeds=None if part.seeds is None else part.seeds[of])
 
 
 def with_rewards(part: Part, rewards: Tensor) -> Part:
@@ -175,7 +158,7 @@ def with_rewards(part: Part, rewards: Tensor) -> Part:
 
 
 @torch.no_grad()
-def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, Tensor]:
+def on_the_fly(editor: Any, conditioning: EncodedPrompts, x: Tensor) -> tuple[Tensor, Tensor]:
     """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
 
     x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0

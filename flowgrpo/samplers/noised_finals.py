@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.growth import replay, rescore
+from flowgrpo.samplers.growth import replay, rescore, single_score
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.types import Gaussian, Scored, Transitions, wide
+from flowgrpo.types import Gaussian, Transitions, wide
 
 # Interface: times(grid, epoch, seed) -> falling times [K] in the grid's dtype, the same on all processes;
 # `shared`: the samples of a group are noised with one noise.
@@ -44,8 +44,8 @@ class GridTimes:
     shared: bool = False
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
-        stop = int(self.share * (len(grid) - 1))
         steps = len(grid) - 1
+        stop = int(self.share * steps)
         if stop <= self.start:
             raise ValueError(f"GridTimes: start {self.start} and share {self.share} leave none of {steps} steps: take "
                              "an earlier start, a larger share or more steps")
@@ -113,17 +113,13 @@ def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: 
     shared: one noise per group at each time; otherwise one per leaf.
     """
     (x0,) = part.finals
-    group = exploration.group
     vp = exploration.timesteps is not None
-    leaves = [-1 if shared else row % group for row in range(len(x0))]
-    seeds = (fork_seed(seed(int(p), leaf), 1) for p, leaf in zip(part.prompts, leaves, strict=True))
-    generators = policy.generators(seeds)
-    rows, logp = torch.arange(len(x0)), torch.zeros(len(x0), 1)
-    transitions = []
+    generators = policy.generators(fork_seed(seed(int(p), -1 if shared else row % exploration.group), 1)
+                                   for row, p in enumerate(part.prompts))
+    rows, transitions = torch.arange(len(x0)), []
     for k, t in enumerate(exploration.grid[:-1].tolist()):
         x, target = add_noise(x0, noise_like(x0, generators), t, policy.states, vp)
-        unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
-                          target[:, None] if exploration.keep_means else None)
+        unscored = single_score(torch.zeros(len(x0)), target if exploration.keep_means else None)
         transitions.append(Transitions(k, x, part.prompts, rows, target, unscored))
     part = replace(part, exploration=exploration, transitions=tuple(transitions))
     with policy.sampling():

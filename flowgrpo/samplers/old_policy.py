@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -40,29 +39,16 @@ class Lag:
         return min(self.start + self.slope * max(updates - self.after, 0), self.most)
 
 
-class Weights(Protocol):
-    """Trained weights, of which snapshots can be taken."""
-
-    def copy_for_average(self) -> Snapshot:
-        """Copy of the weights, on their device if it is small."""
-
-    def place(self, values: Snapshot) -> Snapshot:
-        """Values of the weights on the device of `copy_for_average`."""
-
-    def reference(self, held: Sequence[Snapshot] = ()) -> AbstractContextManager[None]:
-        """Context in which forwards are those of snapshots, averaged, or of the base model without any."""
-
-
 class OldPolicy:
     """Old weights of a policy, `held` as they are in `epoch`, on the device if they are small; None without a lag.
 
-    weights: the present ones. The factors A and B of a LoRA are averaged separately.
+    weights: the present ones, `TrainableWeights`. The factors A and B of a LoRA are averaged separately.
     updates: the number of optimizer updates of the run, set by the trainer.
     """
 
     updates = 0
 
-    def __init__(self, lag: Lag, weights: Weights):
+    def __init__(self, lag: Lag, weights: Any):
         self.lag, self.weights = lag, weights
         self.held: Snapshot | None = None
         self.epoch = 0
@@ -73,15 +59,12 @@ class OldPolicy:
         if not self.lag.most:
             return
         if self.held is None:
-            self.held = self.weights.copy_for_average()
-            self.epoch = epoch
+            self.held, self.epoch = self.weights.copy_for_average(), epoch
         if epoch > self.epoch:
-            decay = self.lag(self.updates)
-            self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.copy_for_average().items()}
-            self.epoch = epoch
+            now, decay = self.weights.copy_for_average(), self.lag(self.updates)
+            self.held, self.epoch = {key: now[key].lerp(old, decay) for key, old in self.held.items()}, epoch
 
     def old(self) -> AbstractContextManager:
-        """Context manager: use the old policy."""
         return contextlib.nullcontext() if self.held is None else self.weights.reference([self.held])
 
     def drawing(self) -> AbstractContextManager:

@@ -59,16 +59,12 @@ def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
                          "expected an even number, at most the pool")
-    ranked = torch.stack([_rank(row) for row in scores])
-    return torch.cat([ranked[:, :group // 2], ranked[:, scores.shape[1] - group // 2:]], 1)
-
-
-def _rank(scores: torch.Tensor) -> torch.Tensor:
-    """Indices of scores [n], largest first; NaN, which sorts as the largest, goes in the middle."""
-    ranked = scores.argsort(descending=True, stable=True)
-    lost = int(scores.isnan().sum())
-    middle = (len(scores) + lost) // 2
-    return torch.cat([ranked[lost:middle], ranked[:lost], ranked[middle:]])
+    ranked = []
+    for row in scores:
+        order, lost = row.argsort(descending=True, stable=True), int(row.isnan().sum())
+        middle = (len(row) + lost) // 2  # NaN, which sorts as the largest, goes there
+        ranked.append(torch.cat([order[lost:middle], order[:lost], order[middle:]]))
+    return torch.stack([torch.cat([order[:group // 2], order[len(order) - group // 2:]]) for order in ranked])
 
 
 def require_choice(explorations: Sequence[RolloutSpec], pool: int) -> None:

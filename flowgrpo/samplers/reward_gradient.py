@@ -11,26 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import to_device
 from flowgrpo.parts import part
-from flowgrpo.samplers.joint_density import single_score
+from flowgrpo.samplers.growth import single_score
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions, unwrap
 
-
-class Ending(Protocol):
-    """Data [b,*D] of states x [b,*D] at a step, from which `generators` draw the noise."""
-
-    def __call__(self, policy: Denoiser[C], conditioning: C, x: torch.Tensor, exploration: RolloutSpec, step: int,
-                 generators: Sequence[torch.Generator]) -> torch.Tensor: ...
-
-
+Ending = Callable[..., torch.Tensor]
 # Return the reward [b] of images [b,...] of the prompts `rows` [b], differentiable in the images.
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -94,7 +86,7 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
             seed: Seed, together: Sequence[int] = ()) -> Iterator[Part]:
     """Sample each prompt of `conditioning`; yield whole groups, whose rewards `score_images` has to fill in.
 
-    The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
+    The arguments are those of `growth.explore`. Every sample starts from a separate noise.
     """
     group, count = exploration.group, len(conditioning.prompts)
     [step] = exploration.schedule.trained
@@ -109,9 +101,9 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
             with policy.sampling():
                 sampled.append((x, ending(policy, own, x, exploration, step, drawn).detach()))
         x, finals = map(torch.cat, zip(*sampled))
-        unknown = torch.full((len(of), 1), torch.nan)
-        taken = ResumableStates(step, x.to(policy.states), of, torch.arange(len(of)), finals,
-                                Scored(unknown, unknown.isnan()), generators=tuple(generators))
+        unknown = single_score(torch.full((len(of),), torch.nan))
+        taken = ResumableStates(step, x.to(policy.states), of, torch.arange(len(of)), finals, unknown,
+                                generators=tuple(generators))
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
 
 
@@ -130,7 +122,7 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
 
-    Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
+    Rewards have gradients where they are enabled. The interface is that of `growth.replay`.
     """
     [taken] = part.transitions
     exploration = unwrap(part.exploration)

@@ -155,8 +155,8 @@ def drop_quiet_steps(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
     found = [(spec, quiet_steps(spec)) for spec in specs]
     if not any(steps for _, steps in found):
         return list(specs)
-    kept = [(spec, tuple(step for step in spec.schedule.trained if step not in steps)) for spec, steps in found]
-    left = [replace(spec, schedule=replace(spec.schedule, trained=steps)) for spec, steps in kept if steps]
+    left = [replace(spec, schedule=replace(spec.schedule, trained=others)) for spec, steps in found
+            if (others := tuple(step for step in spec.schedule.trained if step not in steps))]
     if not left:
         spec, steps = found[0]
         raise ValueError(f"the trained steps {list(steps)} of {spec.steps} have a std of at most "
@@ -264,14 +264,14 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
 
     def seed(prompt: int, sample: int) -> int:
         key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
-        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
+        return fork_seed(*key)
 
     return seed
 
 
-def fork_seed(seed: int, purpose: int) -> int:
-    """New seed, distinct for each seed and purpose: 1 for noised finals, 2 for edits."""
-    return int(np.random.SeedSequence((seed, purpose)).generate_state(1, np.uint64)[0] >> 1)
+def fork_seed(*key: int) -> int:
+    """New seed, distinct for each key, such as a seed and a purpose: 1 for noised finals, 2 for edits, 3 for bases."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
 
 
 def generators(seeds: Iterable[int]) -> list[torch.Generator]:

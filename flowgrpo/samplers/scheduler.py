@@ -137,37 +137,14 @@ class StepRecord:
     @staticmethod
     def merge(records: Sequence[StepRecord]) -> StepRecord:
         """One record of several states that a pipeline denoises in parallel, flattened and concatenated."""
-        if len(records) == 1:
-            return records[0]
-
-        def flat(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([value.flatten(1) for value in values], 1)
-
-        def flat_or_none(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-            return None if values[0] is None else flat([unwrap(value) for value in values])
-
-        merged = StepRecord(output=flat_or_none([record.output for record in records]),
-                            x0=flat_or_none([record.x0 for record in records]),
-                            first=flat_or_none([record.first for record in records]),
-                            last=flat_or_none([record.last for record in records]))
-        for step in records[0].transition:
-            gaussians = [record.transition[step] for record in records]
-            merged.add(step, flat([record.x[step] for record in records]),
-                       flat([record.x_next[step] for record in records]),
-                       types.Gaussian(flat([one.mean for one in gaussians]), _deviation(gaussians, flat)))
-        return merged
+        return records[0] if len(records) == 1 else _join(records, lambda values: torch.cat(
+            [value.flatten(1) for value in values], 1))
 
     @staticmethod
     def concatenate(records: Sequence[StepRecord]) -> StepRecord:
-        """One record of all rows."""
-        first = records[0]
-        x, x_next, logp = ({step: torch.cat([getattr(record, name)[step] for record in records]) for step in first.x}
-                           for name in ("x", "x_next", "logp"))
-        drawn = {step: [record.transition[step] for record in records] for step in first.transition}
-        transition = {step: types.Gaussian(torch.cat([one.mean for one in gaussians]), _deviation(gaussians, torch.cat))
-                      for step, gaussians in drawn.items()}
-        return StepRecord(x, x_next, transition, logp, *(cat_known([getattr(record, name) for record in records])
-                                                         for name in ("output", "x0", "first", "last")))
+        joined = _join(records, torch.cat)  # with the densities of the calls, bit by bit
+        joined.logp = {step: torch.cat([record.logp[step] for record in records]) for step in joined.logp}
+        return joined
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
         self.x[step] = x
@@ -176,14 +153,22 @@ class StepRecord:
         self.logp[step] = gaussian.log_prob(transition, x_next)
 
 
-def _deviation(gaussians: list[types.Gaussian], joined: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-    std, mean = gaussians[0].std, gaussians[0].mean
-    return std if std.ndim < mean.ndim else joined([one.std for one in gaussians])
+def _join(records: Sequence[StepRecord], cat: Callable[[list[torch.Tensor]], torch.Tensor]) -> StepRecord:
+    output, x0, first, last = (cat_known([getattr(record, name) for record in records], cat)
+                               for name in ("output", "x0", "first", "last"))
+    joined = StepRecord(output=output, x0=x0, first=first, last=last)
+    for step, drawn in records[0].transition.items():
+        x, x_next, mean = (cat(values) for values in zip(*(
+            (record.x[step], record.x_next[step], record.transition[step].mean) for record in records)))
+        shared = drawn.std.ndim < drawn.mean.ndim
+        std = drawn.std if shared else cat([record.transition[step].std for record in records])
+        joined.add(step, x, x_next, types.Gaussian(mean, std))
+    return joined
 
 
-def cat_known(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+def cat_known(values: list[torch.Tensor | None], cat: Callable[..., torch.Tensor] = torch.cat) -> torch.Tensor | None:
     """Concatenate values [n,...] along rows; None if they are."""
-    return None if values[0] is None else torch.cat([unwrap(value) for value in values])
+    return None if values[0] is None else cat([unwrap(value) for value in values])
 
 
 class PolicyScheduler:
@@ -284,7 +269,6 @@ class PolicyScheduler:
 
     @property
     def idling(self) -> bool:
-        """True if the next step is an idle one."""
         return bool(self._pending) and self._pending[0] is None
 
     def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -340,20 +324,15 @@ class PolicyScheduler:
             self.record.output = output
             return x
         if i in task.stochastic:
-            x_next = self._draw(x, output, i)
+            assert task.kernel is not None, "a stochastic step without a kernel"
+            with torch.set_grad_enabled(task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
+                transition = task.kernel(x, output, task.grid, i)
+            # Round first: the density is that of the state that the network will see.
+            x_next = gaussian.sample(transition, noise_like(x, task.generators)).to(x.dtype)
+            if i in task.recorded:
+                self.record.add(i, x, x_next, transition)
         else:
             x_next = task.deterministic_step(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
         if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
-        return x_next
-
-    def _draw(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
-        kernel = self.task.kernel
-        assert kernel is not None, "a stochastic step without a kernel"
-        with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
-            transition = kernel(x, v, self.task.grid, i)
-        # Round first: the density is that of the state that the network will see.
-        x_next = gaussian.sample(transition, noise_like(x, self.task.generators)).to(x.dtype)
-        if i in self.task.recorded:
-            self.record.add(i, x, x_next, transition)
         return x_next

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,17 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import LatentEdits, RewardGradient
 from flowgrpo.packages import present
+from flowgrpo.policies.weights.low_precision import capability
 
-
-@dataclass(frozen=True)
-class Kernel:
-    """Attention backend of diffusers, and its requirements.
-
-    package: that has to be installed, "" for none. capability: lowest compute capability of the GPU; (0, 0): any
-    device. half: only bf16 and fp16.
-    """
-
-    backend: str
-    package: str = ""
-    capability: tuple[int, int] = (0, 0)
-    half: bool = False
-
-
+# Attention backends of diffusers, the package that each needs, the lowest compute capability of its GPU ((0, 0): any
+# device), and whether it computes in bf16 and fp16 alone.
 # Sage has no backward. diffusers' own operator around FlashAttention 3 has none either; the one from the hub has.
 KERNELS = {
-    "native": Kernel("native"),
-    "cudnn": Kernel("_native_cudnn", "", (8, 0), True),
-    "flash": Kernel("flash", "flash_attn", (8, 0), True),
-    "flash3": Kernel("_flash_3_hub", "kernels", (9, 0), True),
-    "xformers": Kernel("xformers", "xformers", (7, 0)),
+    "native": ("native", None, (0, 0), False),
+    "cudnn": ("_native_cudnn", None, (8, 0), True),
+    "flash": ("flash", "flash_attn", (8, 0), True),
+    "flash3": ("_flash_3_hub", "kernels", (9, 0), True),
+    "xformers": ("xformers", "xformers", (7, 0), False),
 }
 
 
@@ -47,15 +34,14 @@ def require_attention(name: str, device: torch.device, precision: str) -> None:
     """Raise UserError if a kernel lacks its package, its GPU or its precision. name: `auto` or one of KERNELS."""
     if name == "auto":
         return
-    kernel = KERNELS[name]
+    _, package, needed, half = KERNELS[name]
     setting, fix = f"memory.attention is {name!r}", "use auto"
-    if kernel.package and not present(kernel.package):
-        raise UserError(f"{setting}, which needs the package {kernel.package}: install it, or {fix}")
-    here = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if here < kernel.capability:
-        lowest, of = ".".join(map(str, kernel.capability)), ".".join(map(str, here)) if any(here) else "none"
+    if package and not present(package):
+        raise UserError(f"{setting}, which needs the package {package}: install it, or {fix}")
+    if (here := capability(device)) < needed:
+        lowest, of = ".".join(map(str, needed)), ".".join(map(str, here)) if any(here) else "none"
         raise UserError(f"{setting}, which needs a GPU of compute capability {lowest}, and {device} has {of}: {fix}")
-    if kernel.half and precision == "fp32":
+    if half and precision == "fp32":
         raise UserError(f"{setting}, which computes in bf16 and fp16, and precision is 'fp32': {fix}, or precision: "
                         "bf16")
 
@@ -67,7 +53,7 @@ def use_attention(name: str, denoisers: Iterable[Any]) -> None:
         return
     from diffusers.models.attention_dispatch import attention_backend
 
-    backend = KERNELS[name].backend
+    backend, *_ = KERNELS[name]
     for module in denoisers:
         processors = [part.processor for part in module.modules() if hasattr(part, "processor")]
         if not any(hasattr(processor, "_attention_backend") for processor in processors):

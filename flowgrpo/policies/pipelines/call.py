@@ -3,7 +3,7 @@
     rows that one call may bring -> our scheduler, cached prompts -> the pipeline's own call -> record of its steps
 
 A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. Two helpers serve the pipelines that
-need them: `IdleSteps` puts a state into a loop that does not take it, and `EncoderCache` encodes an image once.
+need them: `idle_steps` put a state into a loop that does not take it, and `EncoderCache` encodes an image once.
 `EncodePrompt` calls a pipeline with no steps to do, for what its `encode_prompt` returns there.
 """
 
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
-from flowgrpo.policies.weights.forwards import FUSED, plain
+from flowgrpo.policies.weights.forwards import FUSED, modules_of, plain, replaced
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
@@ -74,10 +75,9 @@ class PipelineCall:
         if any(getattr(module.config, "flow_map", False) for module in self.denoisers.values()):
             self.scheduler.quirk = replace(self.scheduler.quirk, ahead=True)
         self.scale = guidance_argument(self.accepts, self.denoisers.values())
-        self._memo = EncoderCache({name: part for name, part in pipe.components.items()
-                                   if isinstance(part, torch.nn.Module) and name not in trained
-                                   and not takes_timestep(part)})
-        self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
+        self._memo = EncoderCache({name: part for name, part in modules_of(pipe).items()
+                                   if name not in trained and not takes_timestep(part)})
+        self._idle = idle_steps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
         self.heard: list[torch.Tensor] | None = None  # what calls give beside their clips, while somebody listens
@@ -107,11 +107,10 @@ class PipelineCall:
         guidance = conditioning.scale(guidance)
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
-        runs = conditioning.layout.runs
-        if len(runs) == 1 and not conditioning.one_per_call:
+        if len(conditioning.runs) == 1 and not conditioning.one_per_call:
             return self.once(conditioning, task, _replay_encode_prompt(conditioning), guidance, **options)
         results = []
-        for run in runs:
+        for run in conditioning.runs:
             at = slice(run.start, run.stop)
             row = conditioning.rows(torch.arange(run.start, run.stop))
             row_options: dict[str, Any] = {
@@ -139,7 +138,7 @@ class PipelineCall:
             counted = {"num_inference_steps": 2 * steps, "strength": 0.5} if self.scheduler.halved else {
                 "num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
             options = {"output_type": "latent"} | counted | options
-        if conditioning.layout.alone and options.get("generator"):
+        if conditioning.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
         given |= schedule(self.accepts, guidance, given.get("num_inference_steps", 0))
@@ -150,16 +149,11 @@ class PipelineCall:
             for context in self._contexts(conditioning, task, options.get("generator")):
                 stack.enter_context(context)
             out, *beside = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})
+            record = None if task is None else self.scheduler.take_record()
         if self.heard is not None and beside:
             self.heard.append(beside[0])
         if given.get("output_type") == "pt":
             out = rgb(out, self.pipe)
-        if task is None:
-            record = None
-        elif self.scheduler.companions:
-            record = self.scheduler.take_record()
-        else:
-            record, self.scheduler.record = self.scheduler.record, StepRecord()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
@@ -208,25 +202,19 @@ class PipelineCall:
         return plain_on_cpu(self.device)
 
 
-@contextlib.contextmanager
-def _decoding(pipe: Any) -> Iterator[None]:
+def _decoding(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: autoencoders decode in their own precision, as the stock pipeline's do, not under autocast."""
-    def stock(vae: Any, decode: Callable) -> Callable:
+    def stock(vae: Any) -> Callable:
+        decode = vae.decode
+
         @functools.wraps(decode)
         def decode_in_dtype(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(latents.device.type, enabled=False):
                 return decode(latents.to(vae.dtype), *args, **kwargs)
         return decode_in_dtype
 
-    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                       and "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)]
-    for vae in vaes:
-        vae.decode = stock(vae, vae.decode)
-    try:
-        yield
-    finally:
-        for vae in vaes:
-            del vae.decode
+    return replaced("decode", *((part, stock(part)) for name, part in modules_of(pipe).items()
+                                if "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)))
 
 
 def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
@@ -236,21 +224,16 @@ def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
     return lambda *_, **__: next(calls)
 
 
-@contextlib.contextmanager
-def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
+def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None
+               ) -> contextlib.AbstractContextManager[None]:
     """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
 
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
     images would depend on what else was drawn before.
     """
     if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
-        yield
-        return
-    scheduler.step = partial(scheduler.step, generator=generator)
-    try:
-        yield
-    finally:
-        del scheduler.step
+        return contextlib.nullcontext()
+    return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
 @contextlib.contextmanager
@@ -281,14 +264,8 @@ def silence_warnings() -> Iterator[None]:
             handler.setLevel(level)
 
 
-@contextlib.contextmanager
-def at_guidance(policy: Any, scale: float) -> Iterator[None]:
-    """Context manager: the policy predicts at this guidance scale."""
-    before, policy.guidance = policy.guidance, scale
-    try:
-        yield
-    finally:
-        policy.guidance = before
+def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:
+    return replaced("guidance", (policy, scale))
 
 
 def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Module] = ()) -> str:
@@ -324,17 +301,15 @@ class _Set(Exception):
 @contextlib.contextmanager
 def until_set(scheduler: Any) -> Iterator[None]:
     """Context manager: a pipeline call ends silently once it has set the steps of `scheduler`, which keeps them."""
-    @functools.wraps(scheduler.set_timesteps)  # pipelines look at the arguments that it takes
+    stock = scheduler.set_timesteps
+
+    @functools.wraps(stock)  # pipelines look at the arguments that it takes
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
         stock(*args, **kwargs)
         raise _Set
 
-    stock, scheduler.set_timesteps = scheduler.set_timesteps, set_timesteps
-    try:
-        with contextlib.suppress(_Set):
-            yield
-    finally:
-        del scheduler.set_timesteps
+    with replaced("set_timesteps", (scheduler, set_timesteps)), contextlib.suppress(_Set):
+        yield
 
 
 @contextlib.contextmanager
@@ -362,56 +337,38 @@ def plain_on_cpu(device: torch.device) -> Iterator[None]:
 # it answers with zeros.
 
 
-class IdleSteps:
-    """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
+def idle_steps(scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]
+               ) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what makes contexts in which denoisers do not run while their scheduler idles, once a real step has shown
+    what they return. skipped: called with the rows of every evaluation that did not take place.
+    """
+    known: dict[torch.nn.Module, tuple[int, Any]] = {}  # rows of a real step, and zeros in the form of its output
 
-    def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):
-        """skipped: called with the rows of every evaluation that did not take place."""
-        self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
-        self._known: dict[str, tuple[int, Any]] = {}
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Context manager: the denoisers look at the scheduler before they run."""
-        kept: dict[str, Any] = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
-        for name, module in self.denoisers.items():
-            module.forward = self._skip_when_idle(name, module.forward)
-        try:
-            yield
-        finally:
-            for name, module in self.denoisers.items():
-                del module.forward
-                if kept[name] is not None:
-                    module.forward = kept[name]
-
-    def _skip_when_idle(self, name: str, forward: Callable) -> Callable:
+    def skipping(module: torch.nn.Module, forward: Callable) -> Callable:
         states = next(iter(inspect.signature(forward).parameters))
 
+        @functools.wraps(forward)  # some pipelines look whether an argument is there
         def answer(*args: Any, **kwargs: Any) -> Any:
             rows = len(args[0] if args else kwargs[states])
-            if self.scheduler.idling and name in self._known:
-                self.skipped(rows)
-                return _zeros(self._known[name][1], rows / self._known[name][0])
+            if scheduler.idling and module in known:
+                skipped(rows)
+                return _zeros(known[module][1], rows / known[module][0])
             out = forward(*args, **kwargs)
-            if isinstance(out, tuple):
-                self._known.setdefault(name, (rows, tuple(map(_shape, out))))
+            if module not in known and isinstance(out, tuple):  # of one number in memory, not as many as it has
+                known[module] = rows, tree_map_only(torch.Tensor, lambda x: x.new_zeros(()).expand(x.shape), out)
             return out
-        vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines look whether an argument is there
         return answer
 
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, list):  # of tensors, one per row
-        return [_shape(row) for row in value]
-    return (value.shape, value.dtype, value.device) if torch.is_tensor(value) else None
+    return lambda: replaced("forward", *((module, skipping(module, module.forward)) for module in denoisers.values()))
 
 
-def _zeros(shapes: tuple, times: float) -> tuple:
-    def one(shape: Any, times: float) -> Any:
-        if isinstance(shape, list):
-            return [one(shape[0], 1) for _ in range(round(len(shape) * times))]
-        return shape and torch.zeros((round(shape[0][0] * times), *shape[0][1:]), dtype=shape[1], device=shape[2])
-    return tuple(one(shape, times) for shape in shapes)
+def _zeros(out: Any, times: float = 1) -> Any:
+    """Zeros in the form of an output, for so many times its rows."""
+    if isinstance(out, tuple):
+        return tuple(_zeros(value, times) for value in out)
+    if isinstance(out, list):  # of tensors, one per row
+        return [_zeros(out[0]) for _ in range(round(len(out) * times))]
+    return out.new_zeros(round(len(out) * times), *out.shape[1:]) if torch.is_tensor(out) else None
 
 
 # --- reference images, encoded once --------------------------------------------------------------------------------
@@ -436,18 +393,13 @@ class EncoderCache:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         distribution: Any = DiagonalGaussianDistribution
-        sample = distribution.sample
-        methods = {name: "encode" if name in self.rowwise else "forward" for name in self.modules}
-        for name, method in methods.items():
-            # On the instance, beside the class's own method, which comes back when this one is deleted.
-            setattr(self.modules[name], method, self._once(name, getattr(self.modules[name], method)))
-        distribution.sample = lambda self, generator=None: self.mode()
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self.modules.items():
+                method = "encode" if name in self.rowwise else "forward"
+                stack.enter_context(replaced(method, (module, self._once(name, getattr(module, method)))))
+            stack.callback(setattr, distribution, "sample", distribution.sample)
+            distribution.sample = lambda self, generator=None: self.mode()
             yield
-        finally:
-            distribution.sample = sample
-            for name, method in methods.items():
-                delattr(self.modules[name], method)
 
     def _once(self, name: str, method: Callable) -> Callable:
         def one(*args: Any, **kwargs: Any) -> Any:
@@ -469,15 +421,14 @@ class EncoderCache:
 
 def join(parts: list[Any]) -> Any:
     """Join an autoencoder's `encode` results of single rows to that of a batch."""
-    first = parts[0]
-    if torch.is_tensor(first):
-        return torch.cat(parts)
-    if isinstance(first, tuple):
-        return tuple(join(list(values)) for values in zip(*parts))
-    if isinstance(first, dict):  # of any of diffusers' output classes
-        return type(first)(**{key: join([part[key] for part in parts]) for key in first})
-    # A latent distribution.
-    return None if first is None else type(first)(torch.cat([part.parameters for part in parts]))
+    def cat(*values: Any) -> Any:
+        if values[0] is None:
+            return None
+        if torch.is_tensor(values[0]):
+            return torch.cat(values)
+        return type(values[0])(torch.cat([value.parameters for value in values]))  # a latent distribution
+
+    return tree_map(cat, *parts)  # diffusers' output classes are trees too
 
 
 # --- prompts, encoded by a call without steps ------------------------------------------------------------------------
@@ -527,13 +478,13 @@ class EncodePrompt:
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.one_per_call, self._shared = self._learned.get(_kinds(plain), (self.one_per_call, self._shared))
-        if not self.one_per_call and not (plain.inputs and (plain.layout.mixed or plain.layout.differ)):
+        if not self.one_per_call and not (plain.inputs and len(plain.runs) > 1):
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
             return replace(plain, calls=calls, per_prompt=per_prompt, bare=self._bare)
         plain = replace(plain, one_per_call=True, listed=not self.one_per_call)
-        rows = [self._calls(row, guidance) for row in plain.each()]
+        rows = [self._calls(plain.rows(torch.tensor([row])), guidance) for row in range(len(plain.prompts))]
         calls = tuple(tuple(map(list, zip(*values))) for values in zip(*rows, strict=True))
         return replace(plain, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
 
@@ -546,22 +497,20 @@ class EncodePrompt:
         rows = list(zip(conditioning.prompts, conditioning.negatives,
                         zip(*([id(image) for image in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
-        first = {row: rows.index(row) for row in rows}
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
-        if (kept := self.kept) is not None:
-            with torch.no_grad():
-                for row, place in first.items():
-                    if row not in kept:
-                        kept[row] = self(plain.rows(torch.tensor([place])), guidance)
-            parts = [kept[row] for row in first]
-        else:
-            parts = [self(row, guidance) for row in plain.rows(torch.tensor(list(first.values()))).each()]
-        if torch.is_grad_enabled() and kept is None and not any(_in_graph(call) for one in parts for call in one.calls):
+        different = list(dict.fromkeys(rows))
+        known = {} if self.kept is None else self.kept
+        new = [row for row in different if row not in known]
+        alone = [plain.rows(torch.tensor([rows.index(row)])) for row in new]
+        with contextlib.nullcontext() if self.kept is None else torch.no_grad():
+            known |= {row: self(one, guidance) for row, one in zip(new, alone)}
+        parts = [known[row] for row in different]
+        if torch.is_grad_enabled() and self.kept is None and not any(
+                torch.is_tensor(value) and value.requires_grad for value in tree_leaves([one.calls for one in parts])):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
-        places = {row: place for place, row in enumerate(first)}
         encoded = concatenate(parts, conditioning.masks, pad=False)
-        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes,
+        return replace(encoded.rows(torch.tensor([different.index(row) for row in rows])), sizes=conditioning.sizes,
                        scales=conditioning.scales)
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
@@ -603,9 +552,3 @@ def _is_shared(one: Any, two: Any) -> bool:
     if shapes[0] != shapes[1] and (len(one), len(two), *shapes[0][1:]) != (1, 2, *shapes[1][1:]):
         raise ValueError(f"encode_prompt gives {list(shapes[0])} for one prompt and {list(shapes[1])} for two")
     return shapes[0] == shapes[1]
-
-
-def _in_graph(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_in_graph, value))
-    return torch.is_tensor(value) and value.requires_grad

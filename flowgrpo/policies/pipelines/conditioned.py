@@ -6,7 +6,6 @@ All stay frozen; what is trained is the denoiser's LoRA.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,21 +55,17 @@ def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
         if not re.search(rf"\b{kind}\b", str(parameters["controlnet"].annotation)):
             raise UserError(f"it is a {kind}, and a {cls.__name__} takes another")
         control = getattr(diffusers, kind).from_pretrained(source, dtype=dtype)
-        _require_alike(pipe, control)
+        denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+        for name in WIDTHS:
+            expected, got = getattr(denoiser.config, name, None), getattr(control.config, name, None)
+            if None not in (expected, got) and expected != got:
+                raise UserError(f"its {name} is {got}, and the model's is {expected}")
     except Exception as error:  # third-party files can raise anything
         raise UserError(f"load.controlnet is {source!r}, which does not load ({_short(error)}): expected the folder or "
                         f"hub id of a ControlNet of the model's kind, with a config.json") from None
     parts = pipe.components | {"controlnet": control}
     settings = {name: pipe.config[name] for name in parameters if name not in parts and name in pipe.config}
     return cls(**{name: part for name, part in parts.items() if name in parameters}, **settings)
-
-
-def _require_alike(pipe: Any, control: Any) -> None:
-    denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
-    for name in WIDTHS:
-        expected, got = getattr(denoiser.config, name, None), getattr(control.config, name, None)
-        if None not in (expected, got) and expected != got:
-            raise UserError(f"its {name} is {got}, and the model's is {expected}")
 
 
 def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
@@ -81,8 +76,7 @@ def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
     takes = inspect.signature(pipe.load_ip_adapter).parameters
     options = {"weight_name": adapter.weights, "subfolder": adapter.subfolder or ""}
     if adapter.encoder is not None:
-        key = next(name for name in ENCODERS if name in takes)
-        options[key] = adapter.encoder
+        options[next(name for name in ENCODERS if name in takes)] = adapter.encoder
     try:
         pipe.load_ip_adapter(adapter.path, **options)
         pipe.set_ip_adapter_scale(adapter.scale)
@@ -162,11 +156,8 @@ def class_of(config: Config) -> Any:
 
 def _class_name(config: Config) -> str:
     """Return the name of the pipeline's class by a local folder; "" where none says it."""
-    index = sources.index_file(Path(FOLDERS.get(config.model, config.model)))
-    try:
-        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
-    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
-        return ""
+    index = sources.described(sources.index_file(Path(FOLDERS.get(config.model, config.model))))
+    return str(index.get("_class_name", ""))
 
 
 def _short(error: BaseException) -> str:

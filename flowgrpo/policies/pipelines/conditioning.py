@@ -41,22 +41,6 @@ LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Facts of a Conditioning's rows, computed once.
-
-    alone: a call takes one prompt, and no list of prompts.
-    mixed: images differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's.
-    differ: rows differ in what a call has once for all of them.
-    runs: the rows that one call of the pipeline may bring, call by call.
-    """
-
-    alone: bool
-    mixed: bool
-    differ: bool
-    runs: list[range]
-
-
-@dataclass(frozen=True)
 class Conditioning:
     """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the images that go with them.
 
@@ -112,26 +96,27 @@ class Conditioning:
         return replace(self, prompts=select(self.prompts), negatives=select(self.negatives), calls=calls, sizes=sizes,
                        scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
 
-    def each(self) -> list[Conditioning]:
-        """Return the rows one by one."""
-        return [self.rows(torch.tensor([row])) for row in range(len(self.prompts))]
+    @cached_property
+    def alone(self) -> bool:
+        """A call takes one prompt, and no list of prompts."""
+        return self.one_per_call and not self.listed
 
     @cached_property
-    def layout(self) -> Layout:
-        """Facts of these rows that a call goes by."""
+    def mixed(self) -> bool:
+        """Images differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's."""
+        return any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
+
+    @cached_property
+    def runs(self) -> list[range]:
+        """Rows that one call of the pipeline may bring, call by call."""
         count = len(self.prompts)
+        if self.one_per_call or self.mixed:
+            return [range(row, row + 1) for row in range(count)]
+        shapes = [part.shapes() for part in self.parts]
         shared = [self.inputs[name] for name in SHARED if name in self.inputs]
-        new = [not row or any(_differ(values[row - 1], values[row]) for values in shared) for row in range(count)]
-        differ = any(_differ(values[0], value) for values in shared for value in values[1:count])
-        mixed = any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
-        if self.one_per_call or mixed:
-            new = [True] * count
-        elif self.parts:
-            shapes = [part.shapes() for part in self.parts]
-            new = [begins or shapes[row] != shapes[row - 1] for row, begins in enumerate(new)]
-        cuts = [row for row, begins in enumerate(new) if begins] + [count]
-        runs = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-        return Layout(self.one_per_call and not self.listed, mixed, differ, runs)
+        cuts = [row for row in range(1, count) if shapes and shapes[row] != shapes[row - 1]
+                or any(_differ(values[row - 1], values[row]) for values in shared)]
+        return [range(start, stop) for start, stop in itertools.pairwise([0, *cuts, count])]
 
     def arguments(self) -> dict[str, Any]:
         """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
@@ -143,10 +128,10 @@ class Conditioning:
         given: dict[str, Any] = dict(self.size)
         for name, values in self.inputs.items():
             shown = [value.frames if isinstance(value, Clip) else value for value in values]
-            given[name] = shown[0] if self.layout.alone or name in SHARED else shown
+            given[name] = shown[0] if self.alone or name in SHARED else shown
         # Copies of the prompts: some pipelines (Z-Image) write into the list.
-        given["prompt"] = self.prompts[0] if self.layout.alone else list(self.prompts)
-        given["negative_prompt"] = self.negatives[0] if self.layout.alone else list(self.negatives)
+        given["prompt"] = self.prompts[0] if self.alone else list(self.prompts)
+        given["negative_prompt"] = self.negatives[0] if self.alone else list(self.negatives)
         return given
 
     @property
@@ -161,11 +146,9 @@ class Conditioning:
         return self.scales[0] if self.scales else usual
 
     def to(self, device: torch.device | str) -> Conditioning:
-        """Return the same with all tensors on the device."""
         return self.map_tensors(lambda tensor: tensor.to(device))
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
-        """Return the same with every tensor changed."""
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls),
                        parts=tuple(part.map_tensors(change) for part in self.parts))
 
@@ -187,7 +170,6 @@ def _size(image: Any) -> Any:
 class PromptEncoder(Pictured, Protocol):
     """Policy that encodes prompts by its pipeline; call: arguments of every call of it."""
 
-    call: dict[str, Any]
     device: torch.device
     dtype: torch.dtype
 
@@ -268,8 +250,7 @@ class PromptCache:
             self._known.move_to_end(key)
             return self._known[key]
         images = images_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
-        name = _digest(json.dumps([prompt, negative, digest(images)] if images else [prompt, negative]))
-        path = self.folder / f"{name}.safetensors" if self.folder else None
+        path = entry(self.folder, prompt, negative, images) if self.folder else None
         if path and path.exists():
             return replace(_read(path, prompt, negative), inputs=images)
         self._require_encoders(prompt)
@@ -282,9 +263,10 @@ class PromptCache:
         return conditioning
 
 
-def entry(folder: Path, prompt: str, negative: str) -> Path:
-    """Return the file of a prompt without an image in a cache's folder."""
-    return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
+def entry(folder: Path, prompt: str, negative: str, images: dict[str, Any] = {}) -> Path:
+    """Return the file of a prompt, and of the images that it brings, in a cache's folder."""
+    key = json.dumps([prompt, negative, digest(images)] if images else [prompt, negative])
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
 
 def concatenate(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
@@ -313,45 +295,43 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference image and others do not: give all an `image`, or "
                         "none; or the same keys of other inputs")
-    calls = tuple(
-        tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]
-              for v, per_row in enumerate(flags))
-        for c, flags in enumerate(first.per_prompt))
-    return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
-                        calls, first.per_prompt,
-                        {name: [image for part in parts for image in part.inputs[name]] for name in first.inputs},
+
+    def cat(values: Iterable[Any]) -> Any:
+        values = list(values)
+        return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
+
+    calls = tuple(tuple(cat(values) if per_row else values[0] for per_row, *values in zip(flags, *of_call))
+                  for flags, *of_call in zip(first.per_prompt, *(part.calls for part in parts)))
+    return Conditioning(cat(part.prompts for part in parts), cat(part.negatives for part in parts), calls,
+                        first.per_prompt, {name: cat(part.inputs[name] for part in parts) for name in first.inputs},
                         first.one_per_call, first.bare, first.listed)
-
-
-def _stack(values: list) -> torch.Tensor | list:
-    return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
 
 
 def digest(value: Any) -> str:
     """Return a hash of the content of tensors, images, arrays, and of containers of them."""
-    content = hashlib.blake2b(digest_size=16)
-    _tell(value, content)
-    return content.hexdigest()
-
-
-def _tell(value: Any, content: hashlib.blake2b) -> None:
     from PIL.Image import Image
 
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _tell(part, content)
-    elif isinstance(value, dict):
-        _tell(sorted(value.items()), content)
-    elif torch.is_tensor(value):
-        content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        content.update(raw)
-    elif isinstance(value, (Image, np.ndarray)):
-        array = np.ascontiguousarray(value)
-        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    else:
-        content.update(repr(value).encode())
-    content.update(b"|")
+    content = hashlib.blake2b(digest_size=16)
+
+    def tell(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                tell(part)
+        elif isinstance(value, dict):
+            tell(sorted(value.items()))
+        elif torch.is_tensor(value):
+            content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content.update(raw)
+        elif isinstance(value, (Image, np.ndarray)):
+            array = np.ascontiguousarray(value)
+            content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            content.update(repr(value).encode())
+        content.update(b"|")
+
+    tell(value)
+    return content.hexdigest()
 
 
 def fingerprint(policy: PromptEncoder) -> str:
@@ -367,10 +347,6 @@ def fingerprint(policy: PromptEncoder) -> str:
                 content.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()} "
                                f"{parameter.flatten()[-16:].tolist()}".encode())
     return content.hexdigest()[:16]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.latent_edits import Edit
+from flowgrpo.samplers.rollout import fork_seed
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.manifest import order_metadata
@@ -76,7 +76,10 @@ class Trunk(nn.Module):
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         hidden = self.enter(tokens(x))
-        hidden = hidden + _places(hidden.shape[1], hidden.shape[2]).to(hidden)
+        count, width = hidden.shape[1:]
+        rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+        angles = torch.arange(count)[:, None] * rates  # the sinusoidal code of the tokens' places, [count, width]
+        hidden = hidden + torch.stack([angles.sin(), angles.cos()], 2).flatten(1).to(hidden)
         return self.blocks(torch.cat([hidden, self.read(prompts)], 1))[:, :hidden.shape[1]]
 
 
@@ -179,13 +182,6 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
     return editor
 
 
-def _places(count: int, width: int) -> Tensor:
-    """Return the sinusoidal code of places 0 to count - 1: [count, width]."""
-    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angles = torch.arange(count)[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
-
-
 class EditPolicy(PipelinePolicy):
     """Frozen `PipelinePolicy`, and a trained `Editor` of its final latents.
 
@@ -194,19 +190,16 @@ class EditPolicy(PipelinePolicy):
 
     def __init__(self, pipe: Any, edit: Edit | Path, **options: Any):
         super().__init__(pipe, None, **options)
-        if isinstance(edit, Edit):
-            self.editor = Editor(edit, *self._sizes(), self.device, self.states)
+        if isinstance(edit, Edit):  # one step shows the channels of a final latent's tokens and of the prompts'
+            before, conditioning = self.evaluations, self.encode([""])
+            grid, timesteps = make_grid("shifted", 4, 1.0, self.stock, self.strength)
+            x, _ = self.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, self.generators([0]))
+            self.evaluations = before
+            self.editor = Editor(edit, tokens(x).shape[-1], prompt_tokens(conditioning).shape[-1], self.device,
+                                 self.states)
         else:
             self.editor = load_editor(Path(edit), self.device)
         self.weights = EditWeights(self.editor)
-
-    def _sizes(self) -> tuple[int, int]:
-        """Return the channels of a final latent's tokens and of the prompts'."""
-        before, conditioning = self.evaluations, self.encode([""])
-        grid, timesteps = make_grid("shifted", 4, 1.0, self.stock, self.strength)
-        x, _ = self.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, self.generators([0]))
-        self.evaluations = before
-        return tokens(x).shape[-1], prompt_tokens(conditioning).shape[-1]
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any], negative: str = ""
              ) -> torch.Tensor:
@@ -234,8 +227,11 @@ class EditPolicy(PipelinePolicy):
         output_type: "latent" for latents, not decoded.
         The bases are the stock pipeline's; the first is drawn from the row's own generator.
         """
+        seeds = [generator.initial_seed() for generator in generators]
+        candidates = [generators, *(self.generators(fork_seed(seed, 3, k) for seed in seeds)
+                                    for k in range(1, self.editor.edit.candidates))]
         drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
-                 for candidate in self._candidates(generators)]
+                 for candidate in candidates]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
         chosen, _ = latent_edits.on_the_fly(self.editor, conditioning, bases)
         return (chosen.float() if output_type == "latent" else self.decode(chosen, conditioning)).cpu()
@@ -243,12 +239,6 @@ class EditPolicy(PipelinePolicy):
     def attach(self) -> None:
         """Make the commands that draw with this pipeline draw by this policy (`edit_policy_of`)."""
         setattr(self.pipe, _ATTACHED, self)
-
-    def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
-        seeds = [generator.initial_seed() for generator in generators]
-        return [generators, *(self.generators(int(np.random.SeedSequence((seed, 3, k)).generate_state(1, np.uint64)[0]
-                                                  >> 1) for seed in seeds)
-                              for k in range(1, self.editor.edit.candidates))]
 
 
 def over(pipe: Any, edit: Edit | Path, call: dict[str, Any]) -> EditPolicy:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encod
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
+from flowgrpo.types import unwrap
 
 HEAD = 2**16  # bytes of a file that are compared, beside its size
 Row = tuple[str, str]  # a prompt and its negative prompt
@@ -45,7 +45,6 @@ class TextEncoders:
         self.frames: int | None = None
         driver = PipelineCall(pipe, self.call, device, self.dtype, (), lambda rows: None)
         driver.loads = driver.casts = False
-        self.accepts = driver.accepts
         for encoder in text_encoders(pipe).values():
             encoder.to(device).eval().requires_grad_(False)
         here: Any = SimpleNamespace(here=True)
@@ -81,8 +80,9 @@ def require(config: Config) -> None:
              bool(config.load.lora),
              "image.call brings images, with which the run encodes by itself": bool(
                  set(IMAGES) & set(config.call))}
-    for reason in (reason for reason, applies in wrong.items() if applies):
-        raise UserError(f"prompts are not encoded ahead: {reason}")
+    for reason, applies in wrong.items():
+        if applies:
+            raise UserError(f"prompts are not encoded ahead: {reason}")
 
 
 def rows(config: Config, prompts: Iterable[Prompt]) -> list[Row]:
@@ -101,9 +101,9 @@ def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: A
     wanted = rows(config, prompts)
     pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load, only=ENCODERS,
                          checker=False)
-    cache = PromptCache(TextEncoders(pipe, config, device), Path(str(config.cache)))
-    folder, kept = cache.folder, Path(str(config.cache))
-    assert folder is not None
+    kept = Path(str(config.cache))
+    cache = PromptCache(TextEncoders(pipe, config, device), kept)
+    folder = unwrap(cache.folder)
     before = {path.name for path in folder.glob("*.safetensors")}
     cache.fill(bar(wanted))
     files = [entry(folder, *row) for row in wanted]
@@ -121,7 +121,7 @@ def folder_of(config: Config) -> Path | None:
     if config.cache is None:
         return None
     index = Path(config.cache) / f"encoders-{identity(config)}.json"
-    return Path(config.cache) / json.loads(index.read_text())["folder"] if index.is_file() else None
+    return index.with_name(json.loads(index.read_text())["folder"]) if index.is_file() else None
 
 
 def complete(config: Config, prompts: Iterable[Prompt]) -> bool:
@@ -139,7 +139,7 @@ def prompt_cache(config: Config, policy: PromptEncoder, live: bool = False) -> P
     """Return the memory of encoded prompts of a run's policy. live: its text encoders are trained."""
     cache = Path(config.cache) if config.cache and not live else None
     encoders = [part for name, part in policy.pipe.components.items() if name.startswith("text_encoder")]
-    left_out = bool(encoders) and not any(part is not None for part in encoders)
+    left_out = bool(encoders) and all(part is None for part in encoders)
     there = folder_of(config) if cache is not None and left_out else None
     return PromptCache(policy, cache, name=None if there is None else there.name)
 
@@ -147,22 +147,17 @@ def prompt_cache(config: Config, policy: PromptEncoder, live: bool = False) -> P
 def identity(config: Config) -> str:
     """Return a hash of the text encoders' and tokenizers' files, or of their commit on the hub, and of their calls."""
     content = hashlib.sha256(repr([config.precision, sorted(config.call.items()), config.load.variant]).encode())
-    for part in _files(config):
-        content.update(part)
-    return content.hexdigest()[:16]
-
-
-def _files(config: Config) -> Iterator[bytes]:
     folder = Path(FOLDERS.get(config.model, config.model))
-    if not folder.is_dir():
+    if folder.is_dir():
+        content.update(sources.index_file(folder).read_bytes())
+    else:
         index = sources.hub_index(config.model, config.load.revision)
-        yield f"{config.model} {Path(index).parent.name}".encode()  # the snapshot's folder has the commit's name
-        return
-    yield sources.index_file(folder).read_bytes()
+        content.update(f"{config.model} {Path(index).parent.name}".encode())  # the snapshot's folder: the commit
     for file in sorted(file for part in ("text_encoder*", "tokenizer*") for file in folder.glob(f"{part}/**/*")):
         if file.is_file():
-            yield f"{file.relative_to(folder).as_posix()} {file.stat().st_size}".encode()
+            content.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}".encode())
             with file.open("rb") as opened:
-                yield opened.read(HEAD)
-                opened.seek(max(file.stat().st_size - HEAD, 0), os.SEEK_SET)
-                yield opened.read()
+                content.update(opened.read(HEAD))
+                opened.seek(max(file.stat().st_size - HEAD, 0))
+                content.update(opened.read())
+    return content.hexdigest()[:16]

@@ -7,7 +7,6 @@ is known by its scheduler and its configuration, and by the names of its reposit
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.policies.pipelines.load import index_ahead
+from flowgrpo.policies.sources import described
 from flowgrpo.starter import MERGED
 
 # In names of models and of files.
@@ -107,7 +107,6 @@ class Facts:
 
 
 def of_pipe(pipe: Any, model: str, files: Load = Load()) -> Facts:
-    """Return the facts of a loaded pipeline."""
     unet, transformer = (dict(part.config) if (part := getattr(pipe, name, None)) is not None else None
                          for name in ("unet", "transformer"))
     return Facts(_names(model, files), type(pipe).__name__, type(pipe.scheduler).__name__, dict(pipe.scheduler.config),
@@ -120,11 +119,10 @@ def ahead(model: str, files: Load = Load()) -> Facts:
     if not index:
         return Facts(_names(model, files), scheduler=str(files.scheduler.get("class", "")), grid=files.scheduler)
     folder = Path(index["_folder"])
-    grid = _read(MERGED.get(model, folder) / "scheduler" / "scheduler_config.json") or {}
-    grid |= files.scheduler
+    grid = described(MERGED.get(model, folder) / "scheduler" / "scheduler_config.json") | files.scheduler
     scheduler = str(files.scheduler.get("class", grid.get("_class_name", "")))
-    return Facts(_names(model, files), str(index.get("_class_name")), scheduler, grid,
-                 _read(folder / "unet" / "config.json"), _read(folder / "transformer" / "config.json"), index)
+    unet, transformer = (described(folder / name / "config.json") or None for name in ("unet", "transformer"))
+    return Facts(_names(model, files), str(index.get("_class_name")), scheduler, grid, unet, transformer, index)
 
 
 def _names(model: str, files: Load) -> list[str]:
@@ -133,27 +131,17 @@ def _names(model: str, files: Load) -> list[str]:
     return [Path(model).name, *("/".join(Path(path).parts[-2:]) for path in others if path)]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # loading says what is wrong
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def few_step_config(config: Config, facts: Facts) -> Config:
     """Return a configuration whose absent keys are those of a model of few steps: method, steps, grid and guidance.
     Parts that name a plan are of the default method, which then stays; recorded pairs are trained without steps."""
-    wanted: dict[str, dict[str, Any]] = {}
-    for name in ("train", "eval"):
-        section, given = getattr(config, name), getattr(config, name).model_fields_set
-        own: dict[str, Any] = {"steps": config.train.steps if "steps" in config.train.model_fields_set else facts.steps,
-               "guidance": config.train.guidance if "guidance" in config.train.model_fields_set else facts.guidance}
-        if name == "train":
-            own |= {} if "shift" in given else {"grid": "stock"}
-            own = {} if config.preferences else own
-        wanted[name] = section.model_copy(update={key: value for key, value in own.items() if key not in given})
-    changes: dict[str, Any] = dict(wanted)
+    train, changes = config.train, dict[str, Any]()
+    own: dict[str, Any] = {key: getattr(train if key in train.model_fields_set else facts, key)
+                           for key in ("steps", "guidance")}
+    grid = {} if "shift" in train.model_fields_set else {"grid": "stock"}
+    for name, wanted in (("train", {} if config.preferences else own | grid), ("eval", own)):
+        section = getattr(config, name)
+        changes[name] = section.model_copy(update={key: value for key, value in wanted.items()
+                                                   if key not in section.model_fields_set})
     if "method" not in config.model_fields_set and "plan" not in config.parts:
         changes["method"] = facts.method
         if facts.method == "flow_grpo":

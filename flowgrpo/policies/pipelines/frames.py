@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ DENSE, COGVIDEOX_15 = 24.0, 16.0  # of Wan 2.2's dense model and of CogVideoX 1.
 
 
 def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a pipeline class's call."""
     return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
@@ -85,11 +83,8 @@ def rate_of(pipe: Any, call: Mapping[str, Any], fps: float | None = None) -> flo
 @contextlib.contextmanager
 def clips_of(policy: Any, frames: int | None) -> Iterator[None]:
     """Context manager: the policy's clips have so many frames; None: those of its call."""
-    if frames is None:
-        yield
-        return
     before = dict(policy.call)
-    policy.call["num_frames"] = frames
+    policy.call |= {} if frames is None else {"num_frames": frames}
     try:
         yield
     finally:
@@ -120,10 +115,9 @@ def ahead(folder: Path) -> tuple[Any, int] | None:
     """Return (class, frames of one latent frame) of the pipeline in a folder, before it is loaded; None if unknown."""
     from flowgrpo.policies.pipelines import modular  # imports torch, which the page of a report does not need
 
-    try:
-        cls = modular.class_of(json.loads(sources.index_file(folder).read_text("utf-8"))["_class_name"])
-        vae = json.loads((folder / "vae" / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # loading says what is wrong
+    cls = modular.class_of(sources.described(sources.index_file(folder)).get("_class_name"))
+    vae = sources.described(folder / "vae" / "config.json")
+    if cls is None or not vae:
         return None
     halved = vae.get("temperal_downsample")  # diffusers' own spelling
     return cls, vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or (

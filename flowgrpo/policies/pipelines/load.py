@@ -23,6 +23,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import conditioned, frames, modular, prompt_inputs
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
@@ -68,9 +69,8 @@ def pipeline(file: str, source: str, index: dict[str, Any], dtype: torch.dtype, 
     encoders = {name: kind.from_pretrained(Path(source) / name, dtype=dtype)
                 for name, kind in encoders_apart(file, source, index).items()}
     pipe = cls.from_single_file(file, config=source, dtype=dtype, **encoders, **parts)
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            _require_complete(file, name, part)
+    for name, part in modules_of(pipe).items():
+        _require_complete(file, name, part)
     return pipe
 
 
@@ -208,12 +208,11 @@ def skeleton(model: str, files: Load = Load()) -> tuple[Any, dict[str, torch.nn.
 
 def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
     """Return `frames.rate` of a model by its files on this machine, `image.fps` or USUAL where they are not there."""
-    index, denoiser = index_ahead(model, files), dict[str, Any]()
+    index = index_ahead(model, files)
     cls = modular.class_of(index.get("_class_name"))
     if cls is None or not frames.is_video(cls):
         return fps or frames.USUAL
-    with contextlib.suppress(OSError, ValueError):
-        denoiser = json.loads((Path(index["_folder"]) / "transformer" / "config.json").read_text(encoding="utf-8"))
+    denoiser = sources.described(Path(index["_folder"]) / "transformer" / "config.json")
     return frames.rate(cls, denoiser | index, call, fps)
 
 
@@ -227,15 +226,13 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
 
     A ControlNet only steers one.
     """
-    return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
-            and takes_timestep(module)}
+    return {name: module for name, module in sorted(modules_of(pipe).items())
+            if "ControlNet" not in type(module).__name__ and takes_timestep(module)}
 
 
 def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that read a pipeline's prompts."""
-    return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
+    return {name: module for name, module in sorted(modules_of(pipe).items()) if name.startswith("text_encoder")}
 
 
 def trainable_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
@@ -274,7 +271,14 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     source = config_source(model, files)
-    _require_source(model, source, files)
+    try:  # the hub's repository that a model is read from, in whole or for its configuration
+        hub.require(source)
+    except UserError as error:
+        if not sources.is_file(model):
+            raise
+        given = "load.config names" if files.config else "diffusers infers the configuration of"
+        raise UserError(f"cannot load the model {model!r}: {given} {source!r} for it ({error}): set load.config to the "
+                        "folder of a pipeline like it") from None
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
             pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only, checker)
@@ -298,21 +302,16 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     prompt_inputs.watch(pipe)
-    _require_scheduler(model, pipe)
+    # A pipeline of a flow may come with a scheduler of another process.
+    named = inspect.signature(type(pipe).__init__).parameters.get("scheduler")  # a ModularPipeline's has none
+    expected = str(named and named.annotation)
+    other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
+    if "FlowMatch" in expected and other:
+        kind = expected.rpartition(".")[2].strip("'>")
+        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {kind}, but its "
+                        f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
+                        "the folder scheduler")
     return pipe
-
-
-def _require_source(model: str, source: str, files: Load) -> None:
-    """Raise UserError if the hub's repository that a model is read from, in whole or for its configuration, is out of
-    reach."""
-    try:
-        hub.require(source)
-    except UserError as error:
-        if not sources.is_file(model):
-            raise
-        given = "load.config names" if files.config else "diffusers infers the configuration of"
-        raise UserError(f"cannot load the model {model!r}: {given} {source!r} for it ({error}): set load.config to the "
-                        "folder of a pipeline like it") from None
 
 
 def config_source(model: str, files: Load) -> str:
@@ -398,12 +397,9 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
 
 def _missing(folder: Path) -> str | None:
     """Return what a pipeline's folder lacks of the parts in its index; None if it lacks none, or is no such folder."""
-    try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))  # of no ModularPipeline
-    except (OSError, ValueError):
-        return None
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
-    lacking = [name for name in parts if not (folder / name).is_dir()]
+    index = sources.described(folder / "model_index.json")  # of no ModularPipeline
+    lacking = [name for name, value in index.items()
+               if isinstance(value, list) and value[0] is not None and not (folder / name).is_dir()]
     return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
 
 
@@ -423,18 +419,6 @@ def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:
         if key != "class" and key not in known:
             raise UserError(f"load.scheduler: {name} has no {key!r}{nearest(key, known)}")
     return cls.from_config(dict(scheduler.config) | {key: value for key, value in keys.items() if key != "class"})
-
-
-def _require_scheduler(model: str, pipe: Any) -> None:
-    """Raise UserError for a pipeline of a flow with a scheduler of another process."""
-    named = inspect.signature(type(pipe).__init__).parameters.get("scheduler")  # a ModularPipeline's has none
-    expected = str(named and named.annotation)
-    other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
-    if "FlowMatch" in expected and other:
-        kind = expected.rpartition(".")[2].strip("'>")
-        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {kind}, but its "
-                        f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
-                        "the folder scheduler")
 
 
 def _merge(pipe: Any, folder: Path) -> None:

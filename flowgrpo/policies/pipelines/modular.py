@@ -37,10 +37,8 @@ def class_of(name: str | None) -> Any:
     import diffusers
 
     cls: Any = getattr(diffusers, str(name), None)
-    if (blocks := blocks_of(cls)) is None:
-        return cls
-    made: Any = type(blocks)
-    return _kind(cls, made)
+    blocks: Any = blocks_of(cls)
+    return cls if blocks is None else _kind(cls, type(blocks))
 
 
 def blocks_of(cls: Any) -> Any:
@@ -186,7 +184,12 @@ def _kind(stock: Any, blocks: Any) -> type:
                             "set_progress_bar_config": set_progress_bar_config}
     if TEXT in made.sub_blocks:
         body["encode_prompt"] = torch.no_grad()(encode_prompt)
-    left_out = _of_strength(made)
+    # Left out are inputs that start a loop in its middle, from a noisy image, for which there are pipelines of their
+    # own: `strength`, and what no other workflow of the blocks reads.
+    workflows = getattr(made, "_workflow_map", None) or {}
+    with_strength = {name for name in workflows if "strength" in made.get_workflow(name).input_names}
+    kept = {key for name, keys in workflows.items() if name not in with_strength for key in keys}
+    left_out = {"strength"} | {key for name in with_strength for key in workflows[name]} - kept
     keyword, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     parameters = {param.name: inspect.Parameter(param.name, keyword, default=none if param.required else param.default)
                   for param in made.inputs if param.name and param.name not in left_out}
@@ -198,15 +201,6 @@ def _kind(stock: Any, blocks: Any) -> type:
         return stock.__call__(self, *args, **kwargs)
 
     return type(stock.__name__, (stock,), body | {"__call__": call})
-
-
-def _of_strength(blocks: Any) -> set[str]:
-    """Return the inputs that start a loop in its middle, from a noisy image, for which there are pipelines of their
-    own: `strength`, and what no other workflow of the blocks reads."""
-    workflows = getattr(blocks, "_workflow_map", None) or {}
-    with_strength = {name for name in workflows if "strength" in blocks.get_workflow(name).input_names}
-    kept = {key for name, keys in workflows.items() if name not in with_strength for key in keys}
-    return {"strength"} | {key for name in with_strength for key in workflows[name]} - kept
 
 
 # --- guiders ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.pipelines import attention
-from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, require_arguments, silence_warnings, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.frames import require_made
@@ -27,10 +26,9 @@ from flowgrpo.policies.pipelines.load import modality, trainable_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, split_arguments, watch
 from flowgrpo.policies.pipelines.rlg import Teachers, inside, rl_guidance
-from flowgrpo.policies.weights import memory_options, sharding
+from flowgrpo.policies.weights import forwards, memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute_forwards, supports_checkpointing
-from flowgrpo.policies.weights.forwards import compile_blocks, contiguous_inputs, fuse_norms, without_casts
-from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
+from flowgrpo.policies.weights.forwards import modules_of, replaced
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.rollout import generators
@@ -79,48 +77,48 @@ class PipelinePolicy:
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
         self.modality, self.unit = modality(pipe), "denoiser evaluations"
-        self._check_call()
+        require_arguments(type(pipe), self.call | self.given, self.denoisers.values())
+        for name in PLACED.keys() & self.call.keys():
+            if self.call[name] not in (PLACED[name], [PLACED[name]]):
+                raise UserError(f"`image`: {name} goes by the place in the loop of {type(pipe).__name__}, of which a "
+                                "replay, and a rollout whose samples share steps, are a part: leave it out")
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
         self.evaluations, self.teacher = 0, Teachers(self)  # rows that went through a denoiser; other denoisers
         mesh = sharding.mesh(memory.shard, self.device)
         # Sharded and offloaded weights come to the device block by block, and never as a whole.
-        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 self.denoisers if mesh is not None or memory_options.later(memory) else ())
-        decode_in_parts(pipe, memory.vae)
-        use_attention(memory.attention, self.denoisers.values())
-        for part in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
+        self.encoders = memory_options.Encoders(
+            pipe, self.device, None if memory.encoders == "keep" else "cpu",
+            self.denoisers if mesh is not None or memory_options.later(memory) else ())
+        memory_options.decode_in_parts(pipe, memory.vae)
+        attention.use_attention(memory.attention, self.denoisers.values())
+        for part in modules_of(pipe).values():
             part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
         if checkpointing:
             self.checkpoint(self.checkpointing)
         self.weights: Any = TrainableWeights(pipe, trained, adapter, mesh is None) if adapter is not None else None
-        contiguous_inputs(self.denoisers.values(), self.device)
+        forwards.contiguous_inputs(self.denoisers.values(), self.device)
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
-            driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
+            driver.casts = adapter is not None and not forwards.without_casts(self.weights.layers().values())
         if mesh is not None:
-            sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
+            for module in self.denoisers.values():
+                sharding.shard(module, mesh, self.device, self.weights.parameters(), self.dtype)
+            if not self.weights.adapter.rank:  # it holds the shards from here on
+                self.weights.hold()
         memory_options.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
         attention.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = shards.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
-            compile_blocks(module)
+            forwards.compile_blocks(module)
         self.encode_prompt = EncodePrompt(driver, self.encoders, self.live)
         self._copies: dict[float, int] = {}  # by guidance, how the pipeline takes a vector of timesteps; see `vector`
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of clips; None for images."""
         return self.driver.fps
-
-    def _check_call(self) -> None:
-        require_arguments(type(self.pipe), self.call | self.given, self.denoisers.values())
-        for name in PLACED.keys() & self.call.keys():
-            if self.call[name] not in (PLACED[name], [PLACED[name]]):
-                raise UserError(f"`image`: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
-                                "which a replay, and a rollout whose samples share steps, are a part: leave it out")
 
     def _prepare(self, name: str, module: torch.nn.Module) -> None:
         if module.dtype != self.dtype:
@@ -132,7 +130,7 @@ class PipelinePolicy:
             self.evaluations += len(args[0] if args else kwargs[states])
 
         module.register_forward_pre_hook(count, with_kwargs=True)
-        fuse_norms(module, self.device)
+        forwards.fuse_norms(module, self.device)
 
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""
@@ -281,11 +279,8 @@ class PipelinePolicy:
         if rate is None:
             raise UserError(f"{type(self.pipe).__name__} makes no sound: leave rewards of sound out, or take LTX-2")
         conditioning, heard = self.encode(list(prompts)), list[torch.Tensor]()
-        self.driver.heard = heard
-        try:
+        with replaced("heard", (self.driver, heard)):
             self.image(latents.to(self.device, self.dtype), conditioning)
-        finally:
-            self.driver.heard = None
         return torch.cat(heard).float().cpu(), rate
 
     @torch.no_grad()
@@ -338,14 +333,9 @@ class PipelinePolicy:
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)
         return self.driver(conditioning, task, guidance, **options)
 
-    @contextlib.contextmanager
-    def text_once(self) -> Iterator[None]:
+    def text_once(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: replays encode each prompt once, without gradients of trained text encoders."""
-        self.encode_prompt.kept = {}
-        try:
-            yield
-        finally:
-            self.encode_prompt.kept = None
+        return replaced("kept", (self.encode_prompt, {}))
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:

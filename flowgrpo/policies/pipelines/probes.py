@@ -4,6 +4,8 @@
 `require_middle`: a call that starts in the middle of the loop, as replays do, and rollouts whose samples share steps. A
 pipeline that puts an image back in after every step, under the noise that it drew at its start (inpainting with a
 denoiser that does not read the mask), has no such middle: a call that starts there draws another noise.
+
+policy: everywhere a `PipelinePolicy`, which itself imports this module.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.data.images import Clip
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.rollout import Denoiser, EncodedPrompts, RolloutSpec
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
 
@@ -35,41 +38,6 @@ SEED = 1  # of the initial noise: not one of those that an idle step's call draw
 LARGEST, LARGEST_ROUNDED = 1e-4, 0.01  # of a state or a model output: what may differ, in fp32 and in less
 
 
-class ImagedPrompts(EncodedPrompts, Protocol):
-    """Prompts with their images, by the name of the pipeline's argument: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def inputs(self) -> dict[str, list[Any]]: ...
-
-
-P = TypeVar("P", bound=ImagedPrompts)
-
-
-class Pipeline(Denoiser[P], Protocol[P]):
-    """Policy that encodes prompts with images and runs them.
-
-    pipe: the pipeline. stock: its own scheduler. evaluations: of the denoiser so far.
-    """
-
-    pipe: Any
-    stock: Any
-    strength: float
-    guidance: float
-    evaluations: int
-
-    @property
-    def exact(self) -> float | None: ...
-
-    @property
-    def encode_prompt(self) -> Callable[[P, float], P]: ...
-
-    def run(self, task: Segment, conditioning: P, latents: torch.Tensor | None,
-            generators: list[torch.Generator] | None, x0: torch.Tensor | None = None
-            ) -> tuple[torch.Tensor, StepRecord]: ...
-
-
 # --- rows of different steps -----------------------------------------------------------------------------------------
 
 def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool) -> int:
@@ -81,7 +49,12 @@ def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool)
     grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
     whole = Segment(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
     early, late = output(whole), output(whole.at_step(1))
-    expected, wrong = torch.stack([early[0], late[1]]), torch.stack([late[0], early[1]])
+    expected, wrong = (torch.stack(rows).detach().double() for rows in ([early[0], late[1]], [late[0], early[1]]))
+
+    def apart(value: torch.Tensor) -> torch.Tensor:
+        return (value.detach().double() - expected).flatten(1).abs().amax(1)
+
+    most = torch.minimum((EXACT if exact else HALF) * expected.abs().max(), SHARE * apart(wrong))
     for count in COPIES:
         try:
             mixed = output(whole.at_rows(torch.tensor([0, 1]), count))
@@ -89,20 +62,14 @@ def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool)
             raise
         except REFUSALS:
             continue
-        if mixed.shape == expected.shape and _agree(mixed, expected, wrong, EXACT if exact else HALF):
+        if mixed.shape == expected.shape and bool((apart(mixed) <= most).all()):
             return count
     return 0
 
 
-def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tolerance: float) -> bool:
-    mixed, expected, wrong = (value.detach().double().flatten(1) for value in (mixed, expected, wrong))
-    error, effect = ((value - expected).abs().amax(1) for value in (mixed, wrong))
-    return bool(((error <= tolerance * expected.abs().max()) & (error <= SHARE * effect)).all())
-
-
 # --- prompts with images -------------------------------------------------------------------------------------------
 
-def stay_apart(policy: Pipeline[P], twice: P) -> bool:
+def stay_apart(policy: Any, twice: Conditioning) -> bool:
     """Return True if a step of two prompts with separate images gives the result of each prompt alone. Some pipelines
     (Flux2) silently take a list for several references of one prompt.
     twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call."""
@@ -113,7 +80,7 @@ def stay_apart(policy: Pipeline[P], twice: P) -> bool:
     grid, timesteps = make_grid("shifted", 2, 1.0, policy.stock, policy.strength)
     task = Segment(grid, range(1), timesteps=timesteps)
 
-    def step(conditioning: P) -> torch.Tensor:
+    def step(conditioning: Conditioning) -> torch.Tensor:
         seeds = [7] * len(conditioning.prompts)
         return policy.run(task, policy.encode_prompt(conditioning, policy.guidance), None, policy.generators(seeds))[0]
 
@@ -138,10 +105,11 @@ def other(image: Any) -> Any:
 
 # --- the middle of the loop ------------------------------------------------------------------------------------------
 
-def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) -> None:
+def require_middle(policy: Any, conditioning: Conditioning, segments: bool = True) -> None:
     """Raise UserError if a pipeline's second step differs when a call starts with it. conditioning: its first prompt is
     asked with. segments: calls go on from where others ended; else they only replay the states of a whole run."""
     row, before = conditioning.rows(torch.tensor([0])), policy.evaluations
+    most = LARGEST if policy.exact else LARGEST_ROUNDED
     whole = _run(policy, row, range(2))
     task = _task(policy, range(2))
     with torch.no_grad():
@@ -149,12 +117,12 @@ def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) 
     if segments:
         first, record = policy.run(_task(policy, range(1)), row, None, policy.generators([SEED]))
         apart = max(apart, _difference(whole, _run(policy, row, range(1, 2), first, record.x0)))
-    again = _difference(whole, _run(policy, row, range(2))) if apart > _most(policy) else 0.0
+    again = _difference(whole, _run(policy, row, range(2))) if apart > most else 0.0
     policy.evaluations = before
-    if apart <= _most(policy):
+    if apart <= most:
         return
     name = type(policy.pipe).__name__
-    if again > _most(policy):
+    if again > most:
         raise UserError(f"two equal runs of {name} differ, by {again:.2%}: look for dropout or a random module")
     raise UserError(f"{name} does not go on from the middle of its loop as the whole loop does, but {apart:.0%} off: "
                     "it may put an image back in after every step, under noise of the whole run; for inpainting take "
@@ -167,7 +135,7 @@ def goes_on(method: Method, explorations: Sequence[RolloutSpec]) -> bool:
                                                for exploration in explorations)
 
 
-def _task(policy: Pipeline[Any], steps: range) -> Segment:
+def _task(policy: Any, steps: range) -> Segment:
     """Return a task of three steps whose second one records its state and, as its mean, the model output."""
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
@@ -175,7 +143,7 @@ def _task(policy: Pipeline[Any], steps: range) -> Segment:
                    generators=policy.generators([SEED]), timesteps=timesteps)
 
 
-def _run(policy: Pipeline[P], row: P, steps: range, x: torch.Tensor | None = None,
+def _run(policy: Any, row: Conditioning, steps: range, x: torch.Tensor | None = None,
          x0: torch.Tensor | None = None) -> StepRecord:
     with torch.no_grad():
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
@@ -191,11 +159,7 @@ def _off(one: torch.Tensor, two: torch.Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _most(policy: Pipeline[Any]) -> float:
-    return LARGEST if policy.exact else LARGEST_ROUNDED
-
-
-def few_steps(policy: Pipeline[Any], steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def few_steps(policy: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a sigma grid of that many steps and its timesteps, also if the pipeline's strength omits the first."""
     whole = next(n for n in itertools.count(steps) if int(n * policy.strength) == steps)
     return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)

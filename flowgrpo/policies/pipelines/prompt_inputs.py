@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,16 +41,13 @@ SEVERAL = ("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenI
 class Pictured(Protocol):
     """Policy whose pipeline may take images.
 
-    given: images of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all.
+    given: images of its `call`. frames: number of a source video's; None: all.
     """
 
     pipe: Any
     call: dict[str, Any]
     given: dict[str, Any]
     frames: int | None
-
-    @property
-    def accepts(self) -> Collection[str]: ...
 
 
 def names(cls: type) -> dict[str, str]:
@@ -107,8 +105,11 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
             shapes[key] = size = _image_size(prompt.inputs, key, path, frames)
             if key == "control_image" and not sized and {"height", "width"} <= takes.keys():
                 sizes.add(size)
-        if "mask_image" in shapes and "image" in shapes:
-            _require_alike(prompt.inputs, shapes["image"], shapes["mask_image"])
+        if "mask_image" in shapes and "image" in shapes:  # a pipeline scales both to one size
+            (height, width), mask = shapes["image"], shapes["mask_image"]
+            if not math.isclose(height * mask[1], width * mask[0], rel_tol=ALIKE):
+                raise prompt.inputs.error("mask_image", f"the mask has {mask[1]} x {mask[0]} pixels and its image "
+                                          f"{width} x {height}: expected the same aspect ratio")
         if len(sizes) > 1:
             raise prompt.inputs.error("control_image", "differs in size from that of other prompts, and the pipeline "
                                       "draws in its size: set image.height and image.width")
@@ -149,13 +150,6 @@ def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: 
         if key not in given:
             raise UserError(f"{prompt.inputs.place}: {why}, but the prompt {prompt.text[:40]!r} has no {key}: give "
                             f"every prompt one{otherwise}")
-
-
-def _require_alike(inputs: Inputs, image: Size, mask: Size) -> None:
-    """Raise UserError for a mask of another aspect ratio than its image: a pipeline scales both to one size."""
-    if abs(image[0] * mask[1] - image[1] * mask[0]) > max(image[0] * mask[1], image[1] * mask[0]) * ALIKE:
-        raise inputs.error("mask_image", f"the mask has {mask[1]} x {mask[0]} pixels and its image {image[1]} x "
-                           f"{image[0]}: expected the same aspect ratio")
 
 
 def _image_size(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
@@ -251,9 +245,10 @@ def describe_bad_images(images: Sequence[Any] | None, pictures: Mapping[str, Seq
     """
     told = []
     for image in dict.fromkeys(image for image in images or () if isinstance(image, (str, Path, Inputs))):
-        files = [str(image)] if not isinstance(image, Inputs) else [path for _, path in image.paths()]
-        place = f"{image.place}: " if isinstance(image, Inputs) else sources.place_of(files[0])
-        told.append(place + ", ".join(files))
+        if isinstance(image, Inputs):
+            told.append(f"{image.place}: {', '.join(path for _, path in image.paths())}")
+        else:
+            told.append(f"{sources.place_of(str(image))}{image}")
     sizes = [f"{one.width} x {one.height}" for values in pictures.values() for value in values
              for one in (value if isinstance(value, list) else [value]) if hasattr(one, "width")]
     of = f" ({', '.join(dict.fromkeys(sizes))} pixels)" if sizes else ""
@@ -290,18 +285,19 @@ def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[st
     for key, value in inputs.as_dict().items():
         _require_key(type(pipe), known, inputs, key)
         try:
-            if key == "images":
-                values[known[key]] = [read_image(path) for path in value]
-            elif key == "video":
-                values[known[key]] = _clip(pipe, inputs, call, (height, width) if height and width else None)
-            elif key == "control_image":
-                sized = call.get("height") and call.get("width")
-                values[known[key]] = read_image(value, (call["height"], call["width"]) if sized else None,
-                                                  opaque=True)
-            elif key == "mask_image":
-                values[known[key]] = read_image(value, opaque=True).convert("L")
-            else:
-                values[known[key]] = value if key == SCALE else read_image(value)
+            match key:
+                case "images":
+                    given: Any = [read_image(path) for path in value]
+                case "video":
+                    given = _clip(pipe, value, call, (height, width) if height and width else None)
+                case "control_image":
+                    sized = call.get("height") and call.get("width")
+                    given = read_image(value, (call["height"], call["width"]) if sized else None, opaque=True)
+                case "mask_image":
+                    given = read_image(value, opaque=True).convert("L")
+                case _:
+                    given = value if key == SCALE else read_image(value)
+            values[known[key]] = given
         except UserError as error:
             for path in value if isinstance(value, tuple) else [value]:
                 sources.forget(path)
@@ -316,13 +312,11 @@ def _default(pipe: Any, name: str) -> Any:
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
-def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None) -> Clip:
+def _clip(pipe: Any, path: str, call: Mapping[str, Any], size: Size | None) -> Clip:
     """Return a prompt's clip. Raises UserError for a number of frames that the pipeline's autoencoder does not take."""
-    assert inputs.video is not None
-    count = call.get("num_frames") or frame_count(inputs.video)
+    count = call.get("num_frames") or frame_count(path)
     every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
     if (count - 1) % every:
         raise UserError(f"{quantity(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
-                        f"{every}: set "
-                        f"image.frames: {max(1, count - (count - 1) % every)}")
-    return Clip.open(inputs.video, count, size)
+                        f"{every}: set image.frames: {max(1, count - (count - 1) % every)}")
+    return Clip.open(path, count, size)

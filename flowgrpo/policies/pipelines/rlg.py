@@ -8,12 +8,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
+from flowgrpo.policies.weights.forwards import modules_of, replaced
 from flowgrpo.policies.weights.trainable import disable_adapters, lora_layers
 from flowgrpo.samplers.kernels import prediction
 from flowgrpo.types import wide
@@ -39,31 +40,21 @@ def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
     return tuned
 
 
-@contextlib.contextmanager
-def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[None]:
+def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> contextlib.AbstractContextManager[None]:
     """Context manager: the modules return base + weight * (tuned - base).
 
     bases: by module, the function that returns the base's output for the same arguments; its own forward is the tuned
     model's. A call runs both in turn, at twice the cost; at 1 and 0 it runs only one, unchanged.
     """
-    kept = {module: vars(module).get("forward") for module in bases}
-    for module, base in bases.items() if weight != 1 else ():
-        module.forward = _blending(base, module.forward, weight)
-    try:
-        yield
-    finally:
-        for module, forward in kept.items():
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
+    def blend(base: Forward, tuned: Forward) -> Forward:
+        @functools.wraps(tuned)  # some pipelines test for an argument
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            first = base(*args, **kwargs)
+            return first if weight == 0 else extrapolate(first, tuned(*args, **kwargs), weight)
+        return answer
 
-
-def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
-    @functools.wraps(tuned)  # some pipelines test for an argument
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        first = base(*args, **kwargs)
-        return first if weight == 0 else extrapolate(first, tuned(*args, **kwargs), weight)
-    return answer
+    blended = [(module, blend(base, module.forward)) for module, base in bases.items() if weight != 1]
+    return replaced("forward", *blended)
 
 
 def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:
@@ -93,8 +84,7 @@ class Branches:
         return rl_guidance(self._bases(), weight)
 
     def _layers(self) -> dict[str, list[LoraLayer]]:
-        by_module = {name: list(lora_layers(part).values()) for name, part in self.pipe.components.items()
-                     if isinstance(part, torch.nn.Module)}
+        by_module = {name: list(lora_layers(part).values()) for name, part in modules_of(self.pipe).items()}
         return {name: layers for name, layers in by_module.items() if layers}
 
     def _bases(self) -> dict[torch.nn.Module, Forward]:
@@ -119,20 +109,11 @@ class Branches:
                 self.pipe.register_modules(**tuned)
 
 
-class Taught(Protocol):
-    """Pipeline policy whose denoisers can be replaced."""
-
-    denoisers: dict[str, torch.nn.Module]
-    device: torch.device
-    precision: str
-    stock: Any
-
-
 class Teachers:
-    """Teachers of a pipeline by name, a directory or a hub id, each loaded at its first use; their text encoders are
-    not: they read the policy's embeddings."""
+    """Teachers of a pipeline policy by name, a directory or a hub id, each loaded at its first use; their text encoders
+    are not: they read the policy's embeddings."""
 
-    def __init__(self, policy: Taught):
+    def __init__(self, policy: Any):
         self.policy = policy
         self.known: dict[str, dict[str, torch.nn.Module]] = {}
 

@@ -135,6 +135,12 @@ def add(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
     _tell(module, True)
 
 
+def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
+    from peft.tuners.lora import LoraLayer
+
+    return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
 def adapter_configs(module: torch.nn.Module) -> dict[str, Any]:
     """Configuration of each of a module's adapters, by its name."""
     return getattr(module, "peft_config", None) or {}
@@ -220,9 +226,7 @@ def merge(module: torch.nn.Module) -> None:
     Where a weight with a LoRA is another layer's too, such as an output layer's that is tied to the embeddings, every
     layer gets its own first. Raises UserError for a model whose configuration cannot say so.
     """
-    from peft.tuners.lora import LoraLayer
-
-    layers = {key: part for key, part in module.named_modules() if isinstance(part, LoraLayer)}
+    layers = lora_layers(module)
     uses = Counter(id(value) for part in module.modules() for value in part._parameters.values())
     if shared := [key for key, layer in layers.items() if uses[id(layer.get_base_layer().weight)] > 1]:
         _untie(module, shared[0])

@@ -18,25 +18,24 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.policies.weights.forwards import blocks, replaced
 
 Context = Callable[[], contextlib.AbstractContextManager]
 # Classes whose own checkpointing computes other values: Chroma's omits the attention mask.
 WRONG = {"ChromaTransformer2DModel"}
 
 
-class Share:
-    """Choice of a share of blocks, 0 to 1, evenly spread in the order in which they are first called."""
+def chooser(share: float) -> Callable[[torch.nn.Module], bool]:
+    """Choice of a share of blocks, 0 to 1, evenly spread in the order in which they are first called; the first one is
+    in every share above 0."""
+    places: dict[torch.nn.Module, int] = {}
 
-    def __init__(self, share: float):
-        self.share = share
-        self._places: dict[torch.nn.Module, int] = {}
-
-    def __call__(self, block: torch.nn.Module) -> bool:
-        """True if the block is in the share; the first one is in every share above 0."""
-        place = self._places.setdefault(block, len(self._places))
-        before, after = (math.ceil(round(self.share * count, 9)) for count in (place, place + 1))
+    def chosen(block: torch.nn.Module) -> bool:
+        place = places.setdefault(block, len(places))
+        before, after = (math.ceil(round(share * count, 9)) for count in (place, place + 1))
         return after > before
+
+    return chosen
 
 
 def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False, share: float = 1.0) -> None:
@@ -49,7 +48,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     if supports_checkpointing(module) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
-        chosen = Share(share)
+        chosen = chooser(share)
 
         def recompute(block: Any, *args: Any, **kwargs: Any) -> Any:  # HunyuanImage gives its blocks some by name
             run = _again(block.__call__, context, block) if chosen(block) else block
@@ -63,7 +62,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     if compiled:
         raise UserError(f"{message} has no checkpointing of diffusers, so it does not go with "
                         "train.compile: set one of them to false")
-    chosen = Share(share)
+    chosen = chooser(share)
     for block in parts:
         forward = getattr(block.forward, "plain", block.forward)
         block.forward = _again(forward, context, block) if chosen(block) else forward
@@ -74,22 +73,12 @@ def supports_checkpointing(module: Any) -> bool:
     return getattr(module, "_supports_gradient_checkpointing", False)
 
 
-@contextlib.contextmanager
-def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> Iterator[None]:
+def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> contextlib.AbstractContextManager[None]:
     """Context manager: a forward of these modules stores only its arguments and is recomputed in the backward pass.
 
     The recomputation runs inside `context()`, which must restore the present state (the same attention kernel).
     """
-    kept = {module: vars(module).get("forward") for module in modules}
-    for module in kept:
-        module.forward = _again(module.forward, context)
-    try:
-        yield
-    finally:
-        for module, forward in kept.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    return replaced("forward", *((module, _again(module.forward, context)) for module in modules))
 
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
@@ -101,27 +90,19 @@ def _again(forward: Callable, context: Context, block: torch.nn.Module | None = 
         processors = {module: module.processor for module in (block.modules() if block else ())
                       if "processor" in vars(module)}
 
+        @contextlib.contextmanager
+        def as_then() -> Iterator[None]:
+            with replaced("processor", *processors.items()), context():
+                yield
+
         def run(*values: Any) -> Any:  # by position: hooks that measure the memory see the stored values
             return forward(*values[:len(args)], **dict(zip(kwargs, values[len(args):], strict=True)))
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False,
-                          context_fn=lambda: (contextlib.nullcontext(), _as_then(processors, context)))
+                          context_fn=lambda: (contextlib.nullcontext(), as_then()))
     vars(answer)["plain"] = forward
     vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     return answer
-
-
-@contextlib.contextmanager
-def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterator[None]:
-    now = {module: module.processor for module in processors}
-    for module, processor in processors.items():
-        module.processor = processor
-    try:
-        with context():
-            yield
-    finally:
-        for module, processor in now.items():
-            module.processor = processor
 
 
 def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
@@ -131,7 +112,7 @@ def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inside: set[torch.nn.Module] = set()
-    chosen = Share(share)
+    chosen = chooser(share)
     for layer in model.modules():  # outer layers come first
         if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             inside |= {*layer.modules()}

@@ -20,6 +20,27 @@ LARGEST = 2**28  # scores of one call; they have to fit in memory; above, the fu
 KINDS = 64  # most graphs per block: one per shape, grad mode, adapter on or off
 
 
+def modules_of(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Components of a pipeline that have weights, by name."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+@contextlib.contextmanager
+def replaced(name: str, *values: tuple[Any, Any]) -> Iterator[None]:
+    """Context manager: objects have the attribute of that name that each comes with, past any setter; behind it what
+    they had, be it their own or their class's."""
+    before = [(vars(each), name in vars(each), vars(each).get(name)) for each, _ in values]
+    for each, value in values:
+        vars(each)[name] = value
+    try:
+        yield
+    finally:
+        for held, own, value in before:
+            held.pop(name, None)
+            if own:
+                held[name] = value
+
+
 def without_casts(layers: Iterable[Any]) -> bool:
     """Give peft's LoRA layers the forward of this module. Return False, and change none, if one is of another kind:
     with DoRA, dropout, or a base other than a linear layer."""
@@ -162,8 +183,7 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
     """Compile the blocks of a denoiser, or all of it without blocks, at their first call; return their number.
     `compile_repeated_blocks` of diffusers raises if a class does not name its blocks, as SD3's."""
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
+    torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
     parts = blocks(module) or [module]
     for block in parts:
         block.compile(backend=backend)

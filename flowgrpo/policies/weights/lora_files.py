@@ -8,9 +8,11 @@ holds is what a pipeline got.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from flowgrpo.log import quiet
 from flowgrpo.nouns import quantity
 from flowgrpo.packages import import_failure
 from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.storage.manifest import order_metadata
 from flowgrpo.storage.places import CONFIG, is_checkpoint, unfinished
 
@@ -44,6 +47,7 @@ OTHERS = {".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT", ".boft_": "BOFT", 
           ".lora_B.bias": "LoRA with biases", ".lora_up.bias": "LoRA with biases", ".b1.weight": "GLoRA",
           "emb_params": "textual inversion", "string_to_param": "textual inversion"}
 WITHIN = 1e-2  # relative, of |B A|^2 where A and B were rounded to bf16: four times its unit roundoff of 2^-9
+LEAST = 1e-12  # of |B A|^2: what is below is no change
 SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 LORA_FILE = "pytorch_lora_weights.safetensors"
 INIT, LIVE = "init", "default"  # adapters: the LoRA from which a run starts while it is read, and the trained one
@@ -91,7 +95,7 @@ def read(path: Path) -> Held:
     for key in tensors:
         if match := SIDE.match(key):
             sides.setdefault(match["layer"], {})["down" if match["side"] in ("A", "down") else "up"] = key
-    scales: dict[str, float] = {}
+    scales, alphas = dict[str, float](), set[float | None]()
     for layer, of in sides.items():
         if len(of) < 2:
             raise UserError(f"{path}: a LoRA with {next(iter(of.values()))}, but without its other side: expected both "
@@ -101,10 +105,10 @@ def read(path: Path) -> Held:
             raise UserError(f"{path}: the layer {layer} has rank {rank} and no values, expected a rank of 1 or more")
         if alpha is not None and alpha.numel() != 1:
             raise UserError(f"{path}: {layer}{ALPHA} holds {alpha.numel()} values, expected one number")
+        alphas.add(None if alpha is None else float(alpha))
         scales[layer] = 1.0 if held.described or alpha is None else float(alpha) / rank
         held.sizes[layer] = scales[layer]**2 * _size(tensors[of["down"]], tensors[of["up"]])
     # What diffusers would not read as it is: alphas that differ, and files of kohya's without any.
-    alphas = {float(tensors[layer + ALPHA]) if layer + ALPHA in tensors else None for layer in sides}
     held.alphas = {value for key, value in said.items() if key.endswith("lora_alpha")} if held.described else {
         scale * tensors[sides[layer]["down"]].shape[0] for layer, scale in scales.items()}
     peft = any(".lora_B" in of["up"] for of in sides.values())  # beside its names diffusers reads no alpha
@@ -114,11 +118,10 @@ def read(path: Path) -> Held:
             up = tensors[of["up"]]
             held.tensors[of["up"]] = up if scales[layer] == 1 else up.float() * scales[layer]
             held.tensors.pop(layer + ALPHA, None)
-    if lacking := {layer: of for layer, of in sides.items() if ".lora_down." in of["down"]
-                   and layer.startswith(KOHYA) and layer + ALPHA not in held.tensors}:
+    if lacking := {layer + ALPHA: torch.tensor(float(tensors[of["down"]].shape[0])) for layer, of in sides.items()
+                   if ".lora_down." in of["down"] and layer.startswith(KOHYA) and layer + ALPHA not in held.tensors}:
         held.changed = True  # some of diffusers' converters read no file of kohya's without it
-        held.tensors |= {layer + ALPHA: torch.tensor(float(tensors[of["down"]].shape[0]))
-                         for layer, of in lacking.items()}
+        held.tensors |= lacking
     held.magnitudes = sum(float(value.double().square().sum()) for key, value in tensors.items() if MAGNITUDE in key)
     return held
 
@@ -153,35 +156,31 @@ def _size(down: Tensor, up: Tensor) -> float:
     return float(((b.T @ b) * (a @ a.T)).sum())
 
 
-def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn.Module], adapter: str) -> str:
-    """Number of layers that a loaded LoRA changes in each part, in words.
+def require_applied(path: Path, held: Held, pipe: Any, adapter: str) -> str:
+    """Number of layers that a loaded LoRA changes in each part of a pipeline, in words.
 
-    held: what its files hold. parts: modules of the pipeline, by name. Raises UserError where that is not all that the
-    files hold: a loader splits a layer of several projections, but the squared norms of all changes have one sum.
+    held: what its files hold. Raises UserError where that is not all that the files hold: a loader splits a layer of
+    several projections, but the squared norms of all changes have one sum.
     """
-    from peft.tuners.lora import LoraLayer
-
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     sizes, magnitudes, ranks, scales = [], 0.0, set(), set()
-    for name, part in parts.items():
-        for layer in part.modules():
-            if not isinstance(layer, LoraLayer) or adapter not in layer.lora_A:
-                continue
-            magnitude: Any = layer.lora_magnitude_vector
+    for name, part in modules_of(pipe).items():
+        layers: list[Any] = [layer for layer in adapters.lora_layers(part).values() if adapter in layer.lora_A]
+        counts += Counter({name: len(layers)})
+        for layer in layers:
             scale = layer.scaling[adapter]
-            counts[name] = counts.get(name, 0) + 1
             ranks.add(layer.r[adapter])
             scales.add(scale)
-            matrices: Any = layer.lora_A, layer.lora_B
-            down, up = (sides[adapter].weight.data for sides in matrices)
-            sizes.append((1.0 if held.described else scale**2) * _size(down, up))
-            if adapter in magnitude:
-                magnitudes += float(magnitude[adapter].weight.detach().double().square().sum())
+            size = _size(layer.lora_A[adapter].weight.data, layer.lora_B[adapter].weight.data)
+            sizes.append(size if held.described else scale**2 * size)
+            if adapter in layer.lora_magnitude_vector:
+                length = layer.lora_magnitude_vector[adapter].weight
+                magnitudes += float(length.detach().double().square().sum())
     if not counts:
         raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
     # Loaders drop what they do not know without an error: compare sums of squares with the files'.
     _require_all(path, held, type(pipe).__name__, sizes, sum(counts.values()))
-    if not _near(magnitudes, held.magnitudes, WITHIN):
+    if not math.isclose(magnitudes, held.magnitudes, rel_tol=WITHIN, abs_tol=LEAST):
         raise UserError(f"{path}: the lengths of its DoRA do not reach {type(pipe).__name__} as they are: convert it "
                         "with a current diffusers, or merge it into the model")
     of = ", ".join(f"{quantity(count, 'layer')} of the {name}" for name, count in counts.items())
@@ -201,19 +200,16 @@ def doubt(held: Held) -> str:
 def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: int) -> None:
     """Raise UserError where the sizes of loaded layers are not those of the files' layers."""
     total = sum(held.sizes.values())
-    if count >= len(held.sizes) and _near(sum(sizes), total, WITHIN):
+    if count >= len(held.sizes) and math.isclose(sum(sizes), total, rel_tol=WITHIN, abs_tol=LEAST):
         return
-    left = {layer: size for layer, size in held.sizes.items() if not any(_near(size, other, 0.02) for other in sizes)}
+    left = {layer: size for layer, size in held.sizes.items()
+            if not any(math.isclose(size, other, rel_tol=2 * WITHIN, abs_tol=LEAST) for other in sizes)}
     if count < len(held.sizes) and not left:  # layers that change nothing
         left = dict(list(held.sizes.items())[count:])
     some = next(iter(left or held.sizes))
     raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {quantity(len(held.sizes), 'layer')} are applied "
                     f"to {model}, and {len(left) or 'some'} are not, or at another scale, such as {some}: expected a "
                     "LoRA of this model, without parts that it lacks")
-
-
-def _near(one: float, other: float, within: float) -> bool:
-    return abs(one - other) <= within * max(abs(one), abs(other)) + 1e-12
 
 
 def _range(values: set[float]) -> str:
@@ -315,8 +311,7 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
         raise
     except Exception as error:  # third-party files can raise anything
         raise _unread(path, type(pipe), held, error) from error
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    return require_applied(path, held, pipe, parts, adapter)
+    return require_applied(path, held, pipe, adapter)
 
 
 def _unread(path: Path, cls: Any, held: Held, error: Exception) -> UserError:
@@ -351,13 +346,10 @@ def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
 
 def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: float) -> None:
     """Add a LoRA to a pipeline's weights for good. modules: those that may have one, by name. scale: its factor."""
-    from peft.tuners.lora import LoraLayer
-
     tell(f"load.lora {attach(pipe, modules, path, 'default')}")
     for module in modules.values():
-        for layer in module.modules():
-            if isinstance(layer, LoraLayer):
-                layer.scale_layer(scale)
+        for layer in adapters.lora_layers(module).values():
+            layer.scale_layer(scale)
         adapters.merge(module)
 
 
@@ -392,7 +384,7 @@ def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> St
     # Ranks of the layers by the names of the files, which a converter of the pipeline's class may change.
     ranks, alphas, dora = dict[str, int](), set[float](), False
     for file in lora_parts(path):
-        held, part = read(file), "" if file == path or file.parent == path else file.parent.name
+        held, part = read(file), "" if path in (file, file.parent) else file.parent.name
         state, alphas, dora = held.tensors, alphas | held.alphas, dora or held.magnitudes > 0
         if file.name != adapters.WEIGHTS and hasattr(cls, "lora_state_dict"):
             from diffusers.utils import convert_state_dict_to_diffusers, convert_unet_state_dict_to_peft
@@ -432,13 +424,12 @@ def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> St
 
 def targets_for(layers: Iterable[str], others: Iterable[str]) -> list[str]:
     """Shortest targets that name all of these layers and none of the others."""
-    taken = {key[at:] for key in others for at in (0, *(match.end() for match in re.finditer(r"\.", key)))}
-    found = set()
-    for layer in layers:
-        starts = (0, *(match.end() for match in re.finditer(r"\.", layer)))
-        found.add(next((end for at in reversed(starts) if (end := layer[at:]) not in taken and not
-                        end.partition(".")[0].isdigit()), layer))
-    return sorted(found)
+    def endings(key: str) -> list[str]:  # the shortest first
+        return [".".join(key.split(".")[-count:]) for count in range(1, key.count(".") + 2)]
+
+    taken = {end for key in others for end in endings(key)}
+    return sorted({next((end for end in endings(layer) if end not in taken and not end.partition(".")[0].isdigit()),
+                        layer) for layer in layers})
 
 
 def require_start(setting: str, path: Path, start: Start, adapter: Adapter, trained: Iterable[str],
@@ -537,12 +528,11 @@ def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a path's files, with names that begin with their module's."""
-    folder = path.parent if path.is_file() else path
-    for file in [path] if path.is_file() else [folder / LORA_FILE, *below(folder, LORA_FILE)]:
-        for key, value in read(file).tensors.items() if file.is_file() else ():
-            _, _, rest = key.partition(".")
-            yield (key if file.parent == folder else f"{file.parent.name}.{rest}"), value
-    for file in (folder / adapters.WEIGHTS, *below(folder, adapters.WEIGHTS)) if path.is_dir() else ():
-        for key, value in tensors_of(file)[0].items() if file.is_file() else ():
-            name = "model" if file.parent == folder else file.parent.name  # a language model's lies in the folder
-            yield f"{name}.{key.removeprefix(adapters.WRAPPED)}", value
+    for file in lora_parts(path):
+        part = "" if path in (file, file.parent) else file.parent.name
+        if file.name == adapters.WEIGHTS and file != path:
+            for key, value in tensors_of(file)[0].items():  # a language model's lies in the folder
+                yield f"{part or 'model'}.{key.removeprefix(adapters.WRAPPED)}", value
+        else:
+            for key, value in read(file).tensors.items():
+                yield f"{part}.{key.partition('.')[2]}" if part else key, value

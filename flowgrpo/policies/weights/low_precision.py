@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,13 +21,6 @@ LEAST = 1e-12  # lower bound of the largest value of an fp8 input's row; without
 UNIT = 16  # both sides of a weight are multiples of it: the products of every low precision need that
 # By precision, the lowest compute capability of a GPU whose products are faster in it; (0, 0) is any device.
 LOWEST = {"nvfp4": (10, 0), "fp8": (8, 9), "int8": (0, 0)}
-
-
-class Denoising(Protocol):
-    """Policy with denoisers, by name, on a device."""
-
-    denoisers: dict[str, torch.nn.Module]
-    device: torch.device
 
 
 def lowest_precision(capability: tuple[int, int]) -> str:
@@ -74,7 +67,7 @@ def require_low_precision(precision: str, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def with_quantised_weights(policy: Denoising, precision: str) -> Iterator[None]:
+def with_quantised_weights(policy: Any, precision: str) -> Iterator[None]:
     """Context manager, without gradients: the policy's denoisers use weights quantised from their present ones, which
     come back bit for bit, and quantise their inputs.
 
@@ -87,12 +80,11 @@ def with_quantised_weights(policy: Denoising, precision: str) -> Iterator[None]:
         yield
         return
     require_low_precision(precision, policy.device)
+    layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
+              if isinstance(layer, torch.nn.Linear) and "lora_" not in name
+              and not any(side % UNIT for side in layer.weight.shape)]
     with contextlib.ExitStack() as restored, torch.no_grad():
-        layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
-                  if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
         for layer in layers:
-            if any(side % UNIT for side in layer.weight.shape):
-                continue
             weight = _quantise(layer.weight, precision)
             restored.callback(setattr, layer, "weight", layer.weight)
             # torchao's NVFP4 cannot multiply a slice of a batch, such as the text part of a joint attention.
@@ -136,23 +128,17 @@ def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
         from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
         return NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)  # that one needs a further package
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-        PerRow,
-        PerTensor,
-    )
+    from torchao import quantization
 
     # The settings of torch's compiler are global to the process.
-    if precision == "int8" and not inputs:
-        return Int8WeightOnlyConfig(set_inductor_config=False)
     if precision == "int8":
-        return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+        kind = quantization.Int8DynamicActivationInt8WeightConfig if inputs else quantization.Int8WeightOnlyConfig
+        return kind(set_inductor_config=False)
     from torchao.quantization.quantize_.common import KernelPreference
 
-    granularity = PerRow() if dtype == torch.bfloat16 else PerTensor()  # rows are for bf16 alone
-    return Float8DynamicActivationFloat8WeightConfig(
+    # Rows are for bf16 alone.
+    granularity = quantization.PerRow() if dtype == torch.bfloat16 else quantization.PerTensor()
+    return quantization.Float8DynamicActivationFloat8WeightConfig(
         granularity=granularity, activation_value_lb=max(LEAST, torch.finfo(dtype).tiny),
         kernel_preference=KernelPreference.TORCH,  # the other one, mslk, has no lower bound
         set_inductor_config=False)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -18,7 +18,7 @@ from flowgrpo.host_weights import HostWeights, Offloaded, move_rest
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.packages import present
 from flowgrpo.policies.weights.checkpointing import WRONG, supports_checkpointing
-from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.policies.weights.forwards import blocks, modules_of
 
 BLOCK, LEAF = "block_level", "leaf_level"  # the names that diffusers has for them
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
@@ -50,14 +50,6 @@ def require_waiting(setup: Setup) -> None:
     require_compatible(setting, wrong)
 
 
-class Waiting(Protocol):
-    """Text encoders that come and leave (`memory_options.Encoders`); beside: weights that leave when they come."""
-
-    beside: HostWeights | None
-
-    def offload(self) -> None: ...
-
-
 def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[HostWeights]:
     """Let the frozen weights of a denoiser's blocks wait in the CPU's memory, and come for a forward of their own and
     for its recomputation. What is outside of the blocks moves to the device.
@@ -85,39 +77,35 @@ def later(memory: Memory) -> bool:
     return memory.denoiser != "keep" or memory.offload != "none"
 
 
-def place(denoisers: Iterable[torch.nn.Module], encoders: Waiting, device: torch.device, memory: Memory,
+def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torch.device, memory: Memory,
           weights: Any = None) -> None:
     """Let the frozen weights of denoisers wait as `memory.denoiser` and `memory.offload` say. weights: a LoRA on them
     that is trained, and stays on the device; without one weights wait block by block."""
     if not later(memory):
         return
+    modules = list(denoisers)
     if memory.offload != "none":
-        for module in denoisers:
+        for module in modules:
             offload(module, device, memory.offload if weights is not None else BLOCK)
-    else:
-        turns(list(denoisers), encoders, device)
+    else:  # denoisers and text encoders are there by turns: denoisers come with a forward of one
+        waiting = encoders.beside = HostWeights(modules, device)
+
+        def load_denoisers(*_: Any) -> None:
+            encoders.offload()
+            waiting.load()
+
+        for module in modules:
+            move_rest(module, device, [module])
+            module.register_forward_pre_hook(load_denoisers)
     if weights is not None:
         weights.hold()
-
-
-def turns(denoisers: Sequence[torch.nn.Module], encoders: Waiting, device: torch.device) -> None:
-    """Let denoisers and text encoders be on the device by turns: denoisers come with a forward of one."""
-    weights = encoders.beside = HostWeights(denoisers, device)
-
-    def load_denoisers(*_: Any) -> None:
-        encoders.offload()
-        weights.load()
-
-    for module in denoisers:
-        move_rest(module, device, [module])
-        module.register_forward_pre_hook(load_denoisers)
 
 
 def _bring(part: torch.nn.Module, group: HostWeights) -> None:
     """Make the group come before a module's forward, and leave behind it."""
     forward = part.forward
 
-    @functools.wraps(forward)
+    @functools.wraps(forward)  # some pipelines test for an argument
     def answer(*args: Any, **kwargs: Any) -> Any:
         group.load()
         try:
@@ -125,7 +113,6 @@ def _bring(part: torch.nn.Module, group: HostWeights) -> None:
         finally:
             group.offload()
 
-    vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     part.forward = answer
 
 
@@ -150,15 +137,14 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
         return None
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
-    form: Any
-    if weights in ("int8", "fp8"):
+    if weights == "nf4":
+        form: Any = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    else:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
         # The settings of torch's compiler are global to the process.
         kind = Int8WeightOnlyConfig if weights == "int8" else Float8WeightOnlyConfig
         form = TorchAoConfig(kind(set_inductor_config=False))
-    else:
-        form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
 
 
@@ -170,8 +156,7 @@ class Encoders(Offloaded):
         """later: the components that come to the device in another way."""
         later = set(later)
         self.beside: HostWeights | None = None  # weights that leave while encoders are on the device
-        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                 and name not in later}
+        named = {name: part for name, part in modules_of(pipe).items() if name not in later}
         super().__init__([part for name, part in named.items() if name.startswith("text_encoder")], device, away,
                          here=away is None)
         if away is None and not later:
@@ -213,8 +198,7 @@ ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attenti
 def decode_in_parts(pipe: Any, how: str) -> None:
     """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled"). With "whole" nothing changes,
     but for autoencoders that cannot decode several images. UserError if its autoencoder cannot."""
-    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                       and ("vae" in name or name == "vqgan")]
+    vaes: list[Any] = [part for name, part in modules_of(pipe).items() if "vae" in name or name == "vqgan"]
     if how == "whole" and not any(type(vae).__name__ in ONE_BY_ONE for vae in vaes):
         return
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):

@@ -106,15 +106,6 @@ def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (count // size, size), mesh_dim_names=("node", "process"))
 
 
-def place(denoisers: Iterable[torch.nn.Module], over: DeviceMesh, device: torch.device, weights: Any,
-          precision: torch.dtype) -> None:
-    """Shard the denoisers, all but their LoRAs; without LoRAs `weights` holds the shards from here on."""
-    for module in denoisers:
-        shard(module, over, device, weights.parameters(), precision)
-    if not weights.adapter.rank:
-        weights.hold()
-
-
 def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole: Iterable[torch.nn.Parameter],
           precision: torch.dtype) -> None:
     """Shard the weights of a denoiser in place, block by block, except those in `whole`; all of it moves to the device.
@@ -183,7 +174,7 @@ def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn
     values: Counter[torch.dtype] = Counter()
     for parameter in left:
         values[parameter.dtype] += parameter.numel()
-    most = max(values, key=lambda dtype: values[dtype], default=None)
+    most = max(values, key=values.__getitem__, default=None)
     return {parameter for parameter in left if parameter.ndim == 0 or parameter.dtype != most}
 
 

@@ -15,6 +15,8 @@ from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights import adapters, lora_files, sharding
+from flowgrpo.policies.weights.adapters import lora_layers
+from flowgrpo.policies.weights.forwards import modules_of
 from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, ends, loader, save_stock
 from flowgrpo.storage import atomic, paths
 
@@ -23,12 +25,6 @@ if TYPE_CHECKING:
 
 COPIES = 4  # of a trained parameter in fp32: value, gradient, AdamW's two moments
 KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
-
-
-def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
-    from peft.tuners.lora import LoraLayer
-
-    return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
 
 @contextlib.contextmanager
@@ -89,7 +85,7 @@ class TrainableWeights:
         for option, encoders in (("targets", False), ("encoder_targets", True)):
             targets: list[str] = getattr(self.adapter, option)
             keys = [key for name, module in self.modules.items() if name.startswith("text_encoder") == encoders
-                    for key, each in module.named_modules() if isinstance(each, (torch.nn.Linear, torch.nn.Conv2d))]
+                    for key in lora_files.layer_names(module)]
             lost = [target for target in targets if not any(ends(key, target) for key in keys)]
             if keys and targets != getattr(Adapter(), option) and 0 < len(lost) < len(targets):
                 present = sorted({".".join(key.split(".")[-1 - key.split(".")[-1].isdigit():]) for key in keys})
@@ -112,8 +108,7 @@ class TrainableWeights:
         # Targets are the ends of layers' names, as peft reads them; list them whole, to count what they cost.
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
-        keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
-                      and any(ends(key, target) for target in targets))
+        keys = sorted(key for key in lora_files.layer_names(module) if any(ends(key, target) for target in targets))
         if targets == Adapter().targets and not any(ends(key, "to_q") for key in keys):
             # Queries have another name, such as `to_query`: the linear layers of classes of attention.
             keys = sorted({f"{place}.{key}" for place, part in module.named_modules()
@@ -178,8 +173,7 @@ class TrainableWeights:
         return self.average(weighted)
 
     def _others(self) -> dict[str, torch.nn.Module]:
-        return {name: part for name, part in self.pipe.components.items()
-                if isinstance(part, torch.nn.Module) and name not in self.modules}
+        return {name: part for name, part in modules_of(self.pipe).items() if name not in self.modules}
 
     def _attach(self, path: Path, adapter: str) -> str:
         return attach(self.pipe, self.modules, path, adapter)
@@ -325,5 +319,7 @@ class TrainableWeights:
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
     def layers(self) -> dict[str, LoraLayer]:
+        from peft.tuners.lora import LoraLayer
+
         return {f"{name}.{key}": layer for name, module in self.modules.items()
-                for key, layer in lora_layers(module).items()}
+                for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}

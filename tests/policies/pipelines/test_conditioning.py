@@ -85,7 +85,7 @@ def test_prompts_of_different_lengths_that_cannot_be_padded_have_calls_of_their_
     for i, prompt in enumerate(["ab", "ab", "a dog"]):
         own, _ = live.run(task, live.encode([prompt], [""]), None, live.generators([i + 1]))
         torch.testing.assert_close(found[i:i + 1], own, rtol=0, atol=1e-5)
-    assert [list(run) for run in together.layout.runs] == [[0, 1], [2]]
+    assert [list(run) for run in together.runs] == [[0, 1], [2]]
     assert encoder(["a dog"], [""]).calls[0][0].shape[:2] == (1, 5)
 
 

@@ -162,7 +162,7 @@ def test_rows_of_other_scales_are_calls_of_their_own(files):
     conditioning, apart = sees_its_own(live, [*brought, Inputs(control_image=a)])
     assert apart > 1e-3
     assert conditioning.inputs["controlnet_conditioning_scale"] == [0.2, 0.9, 1.0]
-    assert conditioning.rows(torch.tensor([0, 0, 1, 1, 2])).layout.runs == [range(2), range(2, 4), range(4, 5)]
+    assert conditioning.rows(torch.tensor([0, 0, 1, 1, 2])).runs == [range(2), range(2, 4), range(4, 5)]
 
 
 def test_a_control_net_keeps_no_answers_and_no_gradients():
@@ -177,7 +177,7 @@ def test_every_prompt_sees_the_image_of_its_ip_adapter(files):
     brought = [Inputs(ip_adapter_image=files[name]) for name in "ab"]
     conditioning, apart = sees_its_own(live, brought)
     assert apart > 1e-3
-    assert conditioning.rows(torch.tensor([0, 0, 1])).layout.runs == [range(2), range(2, 3)]
+    assert conditioning.rows(torch.tensor([0, 0, 1])).runs == [range(2), range(2, 3)]
     assert not any("_ip" in name for name in live.weights.named)
 
 

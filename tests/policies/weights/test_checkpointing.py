@@ -61,7 +61,7 @@ def test_the_larger_the_share_of_blocks_that_recompute_the_less_is_held(name):
                                            (0.3, [True, False, False, True, False, False, True, False])])
 def test_a_share_of_the_blocks_is_evenly_spread(share, chosen):
     blocks = [torch.nn.Identity() for _ in range(8)]
-    choice = checkpointing.Share(share)
+    choice = checkpointing.chooser(share)
     assert [choice(block) for block in blocks] == chosen == [choice(block) for block in blocks]
 
 
