@@ -37,6 +37,7 @@ IMSCORE = {
 }
 # Metrics of a set of images, which no single image has.
 OF_SETS = ("InceptionScore", "PerceptualPathLength", "inception_score", "fid", "fid_dinov2", "sfid", "fid_clip")
+OF_A_SET = "measures sets of images, and a reward scores one: choose another metric"
 # Arguments by which torchmetrics takes images in [0, 1].
 UNIT_RANGE: dict[str, dict[str, object]] = {
     "LearnedPerceptualImagePatchSimilarity": {"normalize": True},
@@ -66,10 +67,6 @@ class Adapted(LocalModel):
     @property
     def who(self) -> str:
         return f"reward '{self.reward}:{self.metric}'"
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def _module(self, name: str) -> ModuleType:
         return import_optional(name, None, self.who)
@@ -137,9 +134,10 @@ class Pyiqa(Adapted):
         known = self._module("pyiqa.default_model_configs").DEFAULT_CONFIGS
         if self.metric not in known:
             raise UserError(f"{self.who}: pyiqa has no metric {self.metric!r}{_near(self.metric, list(known))}")
-        _require_of_one(self.who, self.metric)
-        self._set(sign=-1 if known[self.metric].get("lower_better") else 1,
-                  base=known[self.metric].get("metric_mode") == "FR")
+        if self.metric in OF_SETS:
+            raise UserError(f"{self.who} {OF_A_SET}")
+        vars(self).update(sign=-1 if known[self.metric].get("lower_better") else 1,
+                          base=known[self.metric].get("metric_mode") == "FR")
         super().__post_init__()
 
     def _load(self) -> tuple[Any, ...]:
@@ -166,16 +164,16 @@ class Torchmetrics(Adapted):
 
     def __post_init__(self) -> None:
         metric = self._class()
-        _require_of_one(self.who, self.metric)
         takes = list(inspect.signature(metric.update).parameters)[1:]
-        if "real" in takes or not 1 <= len(takes) <= 2:
-            raise UserError(f"{self.who} measures sets of images, and a reward scores one: choose another metric")
+        if self.metric in OF_SETS or "real" in takes or not 1 <= len(takes) <= 2:
+            raise UserError(f"{self.who} {OF_A_SET}")
         higher = metric.higher_is_better if self.higher_is_better is None else self.higher_is_better
         if higher is None:
             raise UserError(f"{self.who}: torchmetrics does not say whether higher is better: add args: "
                             "{higher_is_better: true} or false")
-        self._set(sign=1 if higher else -1, base=takes == ["preds", "target"],
-                  differentiable=bool(metric.is_differentiable), _prompted=len(takes) == 2 and takes[0] != "preds")
+        vars(self).update(
+            sign=1 if higher else -1, base=takes == ["preds", "target"],
+            differentiable=bool(metric.is_differentiable), _prompted=len(takes) == 2 and takes[0] != "preds")
         super().__post_init__()
 
     def _class(self) -> Any:
@@ -211,11 +209,6 @@ def find_adapter(name: str) -> functools.partial[Adapted] | None:
     """Adapter of PACKAGE:NAME, to be made; None for other names."""
     origin, _, metric = name.partition(":")
     return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
-
-
-def _require_of_one(who: str, metric: str) -> None:
-    if metric in OF_SETS:
-        raise UserError(f"{who} measures sets of images, and a reward scores one: choose another metric")
 
 
 def _near(name: str, known: list[str]) -> str:

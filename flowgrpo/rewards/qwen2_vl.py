@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, load_pretrained, loading, tensors
+from flowgrpo.rewards.image_reward import rename_tensors
+from flowgrpo.rewards.local_model import Head, ImageModel, LocalModel, fill, from_hub, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import resize_images
 from flowgrpo.rewards.released_text import strings, texts
 
 PROMPT = "{text_prompt}"  # in an instruction
-# The releases' names (before and after transformers 4.52) and those of Qwen2VLModel.
+# The releases' names (before and after transformers 4.52) and those of Qwen2VLModel; the language head has none.
 NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
          (r"^visual\.", "visual."))
 AREA = 256 * 28 * 28  # approximate pixels of every scaled image: 448 by 448 for a square
@@ -83,16 +84,6 @@ def placeholder(kind: str) -> str:
     return f"<|{kind}_pad|>"
 
 
-def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
-    result = {}
-    for key, value in state.items():
-        name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
-        if name is not None:
-            result[name] = value
-    return result
-
-
 def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """Build Qwen2VLModel with every tensor of `state`. Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
@@ -109,7 +100,7 @@ def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) ->
 
 @built_in("hpsv3", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
-class HpsV3(LocalModel):
+class HpsV3(ImageModel):
     """HPSv3: mean preference for an image given its prompt, around -5 to 15.
 
     The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
@@ -134,11 +125,11 @@ class HpsV3(LocalModel):
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", hpsv3_instruction(self.instruction))
+        vars(self)["text"] = hpsv3_instruction(self.instruction)
         super().__post_init__()
 
     def _load(self) -> tuple[Any, nn.Module, Any]:
-        state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"), NAMES)
         config, processor = base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
             width = state["language_model.embed_tokens.weight"].shape[1]
@@ -147,9 +138,6 @@ class HpsV3(LocalModel):
             of_head = [key for key in state if key.startswith("rm_head.")]
             fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
             return assemble_model(config, state, self.float_type), head, processor
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, head, processor = self.models
@@ -223,7 +211,7 @@ class VideoReward(LocalModel):
         if not self.axes or not set(self.axes) <= set(AXES) or not (self.fps is None or self.fps > 0):
             raise UserError(f"reward 'videoalign': axes is {self.axes} and fps {self.fps}, expected weights of "
                             f"{', '.join(AXES)} and a number above 0, or None")
-        object.__setattr__(self, "text", instruction(self.instruction))
+        vars(self)["text"] = instruction(self.instruction)
         super().__post_init__()
 
     def _load(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
@@ -233,7 +221,7 @@ class VideoReward(LocalModel):
         config, processor = base("videoalign", self.base, "base", MARKS)
         state = tensors("videoalign", str(weights), None, "model")
         with loading(f"reward 'videoalign': {weights}", FIX):
-            state = rename_tensors(merge_lora(state, released["peft_lora_config"]))
+            state = rename_tensors(merge_lora(state, released["peft_lora_config"]), NAMES)
             weight = state.pop("rm_head.weight").float()
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             linear.weight = nn.Parameter(weight, requires_grad=False)

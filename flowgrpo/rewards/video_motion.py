@@ -98,8 +98,7 @@ class Frames(Reward):
         made = as_reward(function, "of frames")
         if made.unit != "sample" or "image" not in made.judges:
             raise UserError(f"reward 'frames': {self.reward!r} is no reward of single images: choose one that is")
-        for name, value in (("reward", function), ("judges", ["video"]), ("parts", [made])):
-            object.__setattr__(self, name, value)
+        vars(self).update(reward=function, judges=["video"], parts=[made])
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import of_batch

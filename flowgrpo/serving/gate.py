@@ -64,24 +64,12 @@ def names(host: str) -> frozenset[str]:
     return frozenset(name.lower() for name in (*NAMES, host, socket.gethostname()))
 
 
-def is_address(name: str) -> bool:
-    """True for an IP address, which no name server can make another's."""
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(address: str) -> bool:
-    """True for an IP address that other machines do not reach."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def is_allowed_host(header: str, accepted: frozenset[str]) -> bool:
-    """True if a Host header has one of the names, or an IP address."""
+    """True if a Host header has one of the names, or an IP address, which no name server can make another's."""
     name = host_name(header)
-    return name in accepted or is_address(name)
+    with contextlib.suppress(ValueError):
+        return name in accepted or ipaddress.ip_address(name) is not None
+    return False
 
 
 T = TypeVar("T")

@@ -28,18 +28,8 @@ from flowgrpo.rewards.reward import about, is_privileged
 from flowgrpo.rewards.score import columns
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
-from flowgrpo.serving.gate import (
-    KIND,
-    Bounds,
-    Gate,
-    Metrics,
-    Receive,
-    Refused,
-    in_thread,
-    is_allowed_host,
-    is_loopback,
-    names,
-)
+from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, in_thread, is_allowed_host, names
+from flowgrpo.trust import is_here
 
 JSON = "application/json"
 log = logging.getLogger("uvicorn.error")
@@ -183,7 +173,7 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
     place = f"[{host}]" if ":" in host else host
     fresh = secrets.token_urlsafe(32) if token is None and is_privileged(reward) else None
     asked = "asks for its token" if token is not None or fresh else \
-        "open to everybody on this machine (no token)" if is_loopback(address[0]) else \
+        "open to everybody on this machine (no token)" if is_here(address[0]) else \
         "open to everybody who reaches this machine (no token: set --token-file)"
     log(f"reward {url_name(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(url_name(name), safe='')}, "
         f"{asked}")

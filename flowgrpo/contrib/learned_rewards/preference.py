@@ -93,8 +93,7 @@ class Preference(LocalModel):
 
     def __post_init__(self) -> None:
         known = Description.read(Path(self.folder))
-        for name, value in (("known", known), ("chosen", _weights(self.folder, known, self.aspect, self.weights))):
-            object.__setattr__(self, name, value)
+        vars(self).update(known=known, chosen=_weights(self.folder, known, self.aspect, self.weights))
         super().__post_init__()
 
     @property

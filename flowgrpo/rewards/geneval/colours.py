@@ -96,9 +96,8 @@ class ClipColours:
     _texts: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)  # by label: [10, D]
 
     def __post_init__(self) -> None:
-        clip = ColourClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
-                          batch_size=self.batch_size, parts=self.parts)
-        object.__setattr__(self, "clip", clip)
+        vars(self)["clip"] = ColourClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
+                                        batch_size=self.batch_size, parts=self.parts)
 
     @torch.no_grad()
     def __call__(self, image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:

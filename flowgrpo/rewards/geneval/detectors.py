@@ -118,7 +118,7 @@ class Torchvision(LocalModel):
                                 f"{', '.join(list_models(detection))}), mask2former, a .onnx file, an http "
                                 "address or path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
-            object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
+            vars(self)["categories"] = tuple(weights.meta["categories"])
         super().__post_init__()
 
     def _load(self) -> tuple[Any]:

@@ -315,20 +315,20 @@ def seconds(after: str) -> float:
     return max(wait, 0.0) if math.isfinite(wait) else 0.0
 
 
-def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
-    """Call `call` on every part, up to `lanes` at the same time; return the results in order, or raise the first error.
+def side_by_side(call: Callable[[U], T], items: Sequence[U], lanes: int) -> list[T]:
+    """Call `call` on every item, up to `lanes` at the same time; return the results in order, or raise the first error.
     Unlike an executor's, these threads do not keep the run from ending."""
-    lanes = min(lanes, len(parts))
+    lanes = min(lanes, len(items))
     if lanes <= 1:
-        return [call(part) for part in parts]
+        return list(map(call, items))
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def lane(first: int) -> None:
-        for i in range(first, len(parts), lanes):
+        for i in range(first, len(items), lanes):
             try:
                 if not errors:
-                    results[i] = call(parts[i])
+                    results[i] = call(items[i])
             except BaseException as error:
                 errors.append(error)
 
@@ -339,4 +339,4 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
         thread.join()
     if errors:
         raise errors[0]
-    return [results[i] for i in range(len(parts))]
+    return [results[i] for i in range(len(items))]
