@@ -6,7 +6,6 @@ the base model's image of the same noise.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -200,15 +199,6 @@ class Torchmetrics(Adapted):
                 raise UserError(f"{self.who} has several values for an image: choose options that leave one")
             values.append(value.reshape(()))
         return torch.stack(values)
-
-
-ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torchmetrics": Torchmetrics}
-
-
-def find_adapter(name: str) -> functools.partial[Adapted] | None:
-    """Adapter of PACKAGE:NAME, to be made; None for other names."""
-    origin, _, metric = name.partition(":")
-    return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
 
 
 def _near(name: str, known: list[str]) -> str:

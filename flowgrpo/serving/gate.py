@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from flowgrpo.escaped import one_line
 from flowgrpo.loopback import NAMES, host_name
@@ -72,7 +71,6 @@ def is_allowed_host(header: str, accepted: frozenset[str]) -> bool:
     return False
 
 
-T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 DRAINED = 4  # up to so many times the limit of a request is read and dropped, so that its sender sees the refusal
@@ -220,25 +218,3 @@ class Gate:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `call` in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            set_it(value)
-
-    def work() -> None:
-        settled: tuple[Callable[[Any], None], Any]
-        try:
-            settled = future.set_result, call()
-        except Exception as error:
-            settled = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-            loop.call_soon_threadsafe(settle, *settled)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future

@@ -6,6 +6,7 @@ Only serving imports this module: it needs the extra `server`.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -20,6 +21,7 @@ from urllib.parse import quote
 import uvicorn
 
 from flowgrpo.data.open_image import refuse_opening
+from flowgrpo.distributed.signals import start_thread
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
@@ -28,7 +30,7 @@ from flowgrpo.rewards.reward import about, is_privileged
 from flowgrpo.rewards.score import columns
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
-from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, in_thread, is_allowed_host, names
+from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, is_allowed_host, names
 from flowgrpo.trust import is_here
 
 JSON = "application/json"
@@ -57,14 +59,21 @@ class Application:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        kind, later, unread = JSON, None, False
+        kind, status, later, unread = JSON, 500, None, False
+        began, counted = time.monotonic(), scope["method"] == "POST"
+        self.metrics.in_flight += counted
         try:
-            if scope["method"] == "POST":
-                status, content = 200, await self._answer_and_count(scope["path"], headers, receive)
+            if counted:
+                content = await self._scores(scope["path"], headers, receive)
             else:
-                status, (kind, content) = 200, self._fact(scope["method"], scope["path"], headers)
+                kind, content = self._fact(scope["method"], scope["path"], headers)
+            status = 200
         except Refused as error:
             status, content, later, unread = error.status, _json({"error": str(error)}), error.later, error.unread
+        finally:
+            self.metrics.in_flight -= counted
+            if counted:
+                self.metrics.add(status, time.monotonic() - began)
         fields = {"content-type": kind, "content-length": str(len(content)), "cache-control": "no-store",
                   "x-content-type-options": "nosniff"} | ({"retry-after": str(later)} if later else {}) | (
                       {"connection": "close"} if unread else {})
@@ -88,22 +97,8 @@ class Application:
         self.gate.require_running()
         return JSON, _json({"status": "ok"})
 
-    async def _answer_and_count(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
-        """Answer of a POST request, which the metrics count."""
-        began, status = time.monotonic(), 500
-        self.metrics.in_flight += 1
-        try:
-            content = await self._scores(path, headers, receive)
-            status = 200
-            return content
-        except Refused as error:
-            status = error.status
-            raise
-        finally:
-            self.metrics.in_flight -= 1
-            self.metrics.add(status, time.monotonic() - began)
-
     async def _scores(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
+        """Answer of a POST request."""
         self._require_allowed(headers)
         if path != f"/{self.info.name}":
             raise Refused(404, f"this server has the reward {self.info.name!r} alone")
@@ -113,7 +108,8 @@ class Application:
             raise Refused(415, f"got the Content-Encoding {coding[:40]!r}, expected none: send the JSON itself")
         self.gate.require_running()
         async with self.gate.body(receive, headers.get("content-length", "")) as body, self.gate.turn(receive):
-            return _json(await in_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits)))
+            scoring = start_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits))
+            return _json(await asyncio.shield(asyncio.wrap_future(scoring)))
 
     def _require_allowed(self, headers: dict[str, str], open_to_all: bool = False) -> None:
         """Raise Refused for a web page's request, an unknown host name without the token, and a missing token."""

@@ -95,7 +95,7 @@ def of_clauses(metadata: dict[str, Any]) -> list[Question]:
 
 
 def _is_there(noun: str, answer: str) -> Question:
-    return Question(f"Is there {article(noun)} {noun} in the picture?", answer)
+    return Question(f"Is there {'an' if noun[:1] in 'aeiou' else 'a'} {noun} in the picture?", answer)
 
 
 def _how_many(noun: str, count: int) -> Question:
@@ -149,11 +149,6 @@ def of_list(entries: object) -> list[Question]:
 def number(count: int) -> str:
     """Count for a sentence: a word if there is one, else digits."""
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
-
-
-def article(noun: str) -> str:
-    """Indefinite article of a noun, by its first letter."""
-    return "an" if noun[:1] in "aeiou" else "a"
 
 
 def writer(endpoint: dict[str, Any], file: str | None = None) -> CachedWriter[Question]:

@@ -90,7 +90,7 @@ class Owl(LocalModel):
     def _load(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
-        return load_detector(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
+        return load_detector(self, "owl", Owlv2ForObjectDetection, Owlv2Processor)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
@@ -265,14 +265,13 @@ class T2ICompBench:
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if its
     metadata's `action` is true."""
-    if dimension in ATTRIBUTES:
-        return ("attributes",)
     if dimension == "complex":
         if relation(prompt) is None:
             return "attributes", "actions"
         return ("attributes", "spatial", "actions") if metadata.get("action") else ("attributes", "spatial")
-    by_name = {"spatial": ("spatial",), "numeracy": ("numeracy",), "non_spatial": ("actions",)}
-    return by_name.get(dimension or "", ())
+    by_name = dict.fromkeys(ATTRIBUTES, "attributes") | {
+        "spatial": "spatial", "numeracy": "numeracy", "non_spatial": "actions"}
+    return (by_name[dimension],) if dimension in by_name else ()
 
 
 def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:

@@ -123,13 +123,12 @@ class Asking(Endpoint):
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
         """`read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
-        replies = self.ask(lambda i: self._messages(question(i)), count)
-        values: list[Any] = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
-        for row, reply in enumerate(replies):
-            if values[row] is None:
-                why = "declined" if reply.refused else "was cut off at max_tokens" if reply.cut else \
-                    "gave no answer in the form"
-                values[row] = Failed(f"a judge {why}: {one_line(reply.text[-200:])!r}")
+        values: list[float | Failed] = []
+        for i, reply in enumerate(self.ask(lambda i: self._messages(question(i)), count)):
+            value = None if reply.refused else read(reply, i)
+            why = "declined" if reply.refused else "was cut off at max_tokens" if reply.cut else \
+                "gave no answer in the form"
+            values.append(Failed(f"a judge {why}: {one_line(reply.text[-200:])!r}") if value is None else value)
         return values
 
     def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
