@@ -137,7 +137,7 @@ class Gate:
     async def drop(self, receive: Receive) -> None:
         """Read and drop the body of a request that is refused, up to a multiple of the limit."""
         with contextlib.suppress(Refused):
-            await self._unless_stopped(self._read(receive, bytearray(), keep=False), self._bounds.read)
+            await self._unless_stopped(self._read(receive, bytearray(), keep=False))
 
     @asynccontextmanager
     async def body(self, receive: Receive, announced: str = "") -> AsyncIterator[bytearray]:
@@ -151,7 +151,7 @@ class Gate:
         self._readers += 1
         try:
             try:
-                await self._unless_stopped(self._read(receive, content), self._bounds.read)
+                await self._unless_stopped(self._read(receive, content))
             finally:
                 self._readers -= 1
             yield content
@@ -202,9 +202,9 @@ class Gate:
             if not acquiring.cancel():
                 self._turn.release()
 
-    async def _unless_stopped(self, reading: Any, seconds: float) -> None:
-        """Await `reading` for so many seconds. Raises Refused if it takes longer, or if the server stops before."""
-        task = asyncio.ensure_future(reading)
+    async def _unless_stopped(self, reading: Any) -> None:
+        """Await the reading of a body. Raises Refused if it takes too long, or if the server stops before."""
+        task, seconds = asyncio.ensure_future(reading), self._bounds.read
         try:
             await asyncio.wait({task, self._stop()}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():

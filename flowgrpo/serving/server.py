@@ -220,8 +220,3 @@ class Server(uvicorn.Server):
                 if now - waiting[connection] > self._bounds.read:
                     connection.transport.close()
         self._silent = waiting
-
-
-def application(name: str, reward: RewardFunction, limits: wire.Limits, token: str | None) -> Application:
-    """Server of this machine alone as an ASGI application."""
-    return Application(name, reward, limits, token, names("127.0.0.1"))
