@@ -80,11 +80,12 @@ class Adapted(LocalModel):
                 rows = slice(at, at + self.batch_size)
                 pictures = images[rows].to(self.device, self.float_type)
                 reference = None if base is None or not self.base else base[rows].to(self.device, self.float_type)
-                scores.append(self._scores(pictures, list(prompts[rows]), reference).float().cpu())
+                values = self._scores(pictures, list(prompts[rows]), reference).reshape(len(pictures))
+                scores.append(values.float().cpu())
         return self.sign * torch.cat(scores)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
-        """Metric's own values [B] of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
+        """Metric's own values, B numbers, of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
         raise NotImplementedError
 
 
@@ -113,8 +114,7 @@ class Imscore(Adapted):
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [scorer] = self.models
-        values: Tensor = scorer.score(images, prompts)
-        return values.reshape(len(prompts))
+        return scorer.score(images, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,7 @@ class Pyiqa(Adapted):
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [metric] = self.models
-        values: Tensor = metric(images, reference) if reference is not None else metric(images)
-        return values.reshape(len(prompts))
+        return metric(images) if reference is None else metric(images, reference)
 
 
 @dataclass(frozen=True, kw_only=True)

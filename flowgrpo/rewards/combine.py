@@ -99,10 +99,6 @@ class Combined(Reward):
         if not holds:
             raise UserError(f"reward {self._name!r}: {name} is {getattr(self, name)!r}, expected {expected}")
 
-    def _require_thresholds(self, thresholds: Sequence[float]) -> None:
-        self._require(len(thresholds) == len(self.rewards) - 1, "thresholds",
-                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
-
 
 def _rule(label: str, part: Any) -> WatchRule:
     if callable(part):
@@ -115,57 +111,58 @@ def _rule(label: str, part: Any) -> WatchRule:
                         f"{first['msg'].lower()}") from None
 
 
+@built_in("gated", "combine several condition only if")
+@dataclass(frozen=True, eq=False)
+class Gated(Combined):
+    """Last of several rewards if the others reach their thresholds, else 0."""
+
+    thresholds: Sequence[float] = ()
+    smooth = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
+                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
+
+    def _open(self, scores: Tensor) -> Tensor:
+        """True for each gate that is open, also one that does not apply: [B, R - 1]."""
+        gates = scores[:, :-1]
+        return gates.isnan() | (gates >= gates.new_tensor(self.thresholds))
+
+    def combine(self, scores: Tensor) -> Tensor:
+        return scores[:, -1] * self._open(scores).all(1)
+
+
 @built_in("tiered", "combine several weighted")
 @dataclass(frozen=True, eq=False)
-class Tiered(Combined):
+class Tiered(Gated):
     """Weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it.
 
     It still counts itself (hierarchical gates, ChipSeek-R1). A tier that does not apply blocks and adds nothing.
     """
 
-    thresholds: Sequence[float] = ()
     weights: Sequence[float] | None = None
-    smooth = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_thresholds(self.thresholds)
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
 
     def combine(self, scores: Tensor) -> Tensor:
-        below = scores[:, :-1]
-        passed = below.isnan() | (below >= scores.new_tensor(self.thresholds))
-        reached = torch.cat([torch.ones_like(scores[:, :1], dtype=torch.bool), passed.cumprod(1).bool()], 1)
+        reached = torch.cat([torch.ones_like(scores[:, :1], dtype=torch.bool),
+                             self._open(scores).cumprod(1).bool()], 1)
         weighted = scores * scores.new_tensor([1.0] * scores.shape[1] if self.weights is None else self.weights)
         return where_any(scores, (weighted * reached).nansum(1))
-
-
-@built_in("gated", "combine several condition only if")
-@dataclass(frozen=True, eq=False)
-class Gated(Combined):
-    """Last of several rewards if the others reach their thresholds, else 0. A gate that does not apply is open."""
-
-    thresholds: Sequence[float] = ()
-    smooth = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_thresholds(self.thresholds)
-
-    def combine(self, scores: Tensor) -> Tensor:
-        gates = scores[:, :-1]
-        opened = (gates.isnan() | (gates >= gates.new_tensor(self.thresholds))).all(1)
-        return scores[:, -1] * opened
 
 
 @built_in("harmonic", "likeness person dreambooth")
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
-    """Weighted harmonic mean of the similarities to a subject's image and to the prompt (RPO), in this order:
-    1 / (share / image + (1 - share) / text), and 0 where one is not above 0.
-    share: weight of the first; 1 or 0 ignores the other one. cosines: the rewards are cosines, each counted as
-    (cos + 1) / 2."""
+    """Weighted harmonic mean of the similarities to a subject's image and to the prompt (RPO), in this order.
+    share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2.
+
+    A share of 1 or 0 ignores the other one; else the mean is 0 where one is not above 0.
+    """
 
     share: float = 0.5
     cosines: bool = False

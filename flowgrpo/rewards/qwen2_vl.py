@@ -54,14 +54,15 @@ def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any
     return config, processor
 
 
-def states(model: Any, processor: Any, kind: str, messages: Sequence[str], shown: Tensor, marks: Sequence[str]
-           ) -> Tensor:
-    """Last states at the marks in B messages: [B * len(marks), D], in the order in which they stand.
+def states(model: Any, processor: Any, kind: str, instruction: str, prompts: Sequence[str], shown: Tensor,
+           marks: Sequence[str]) -> Tensor:
+    """Last states at the marks in the messages of B prompts: [B * len(marks), D], in the order in which they stand.
 
-    kind: image or video. messages: as `message` returns. shown: [B * N, D], the visual network's outputs.
+    kind: image or video. shown: [B * N, D], the visual network's outputs.
     """
+    messages = [message(processor, kind, instruction, prompt, len(shown) // len(prompts)) for prompt in prompts]
     tokens = processor.tokenizer
-    read = tokens([*messages], padding=True, return_tensors="pt").to(shown.device)
+    read = tokens(messages, padding=True, return_tensors="pt").to(shown.device)
     words = model.get_input_embeddings()(read.input_ids)
     there = read.input_ids == tokens.convert_tokens_to_ids(placeholder(kind))
     words = words.masked_scatter(there[..., None], shown.to(words))
@@ -145,8 +146,7 @@ class HpsV3(ImageModel):
         pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
         seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
-        messages = [message(processor, "image", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
-        return head(states(model, processor, "image", messages, shown, [MARK]).float())[:, 0]
+        return head(states(model, processor, "image", self.text, prompts, shown, [MARK]).float())[:, 0]
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
@@ -244,8 +244,7 @@ class VideoReward(LocalModel):
         model, head, processor, _ = self.models
         seen = self._patches(videos, fps)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
-        messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
-        hidden = states(model, processor, "video", messages, shown, MARKS)
+        hidden = states(model, processor, "video", self.text, prompts, shown, MARKS)
         values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
