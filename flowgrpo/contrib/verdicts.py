@@ -59,7 +59,10 @@ class Ternary(OfOne):
 @built_in("checklist", "combine several")
 @dataclass(frozen=True, eq=False)
 class Checklist(Combined):
-    """Share of several rewards that reach their thresholds (1 for each by default), among those that apply."""
+    """Share of several rewards that reach their thresholds (1 for each by default), among those that apply.
+
+    After ACE-RL.
+    """
 
     thresholds: Sequence[float] | None = None
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
@@ -71,7 +74,7 @@ class Checklist(Combined):
 
     def combine(self, scores: Tensor) -> Tensor:
         thresholds = [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds
-        met = (scores >= scores.new_tensor(thresholds)).sum(1)  # as in ACE-RL
+        met = (scores >= scores.new_tensor(thresholds)).sum(1)
         return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
@@ -167,8 +170,8 @@ class Progress(OfOne):
 class Votes(Combined):
     """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty.
 
-    It is 1, 0, or 0.5 at a tie. The certainty |2 p - 1| is the self-consistency of a voter that is asked many times (RLCCF): a certain voter
-    outvotes two unsure ones. A voter without a score does not vote.
+    It is 1, 0, or 0.5 at a tie. The certainty |2 p - 1| is the self-consistency of a voter that is asked many times
+    (RLCCF): a certain voter outvotes two unsure ones. A voter without a score does not vote.
     """
 
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
