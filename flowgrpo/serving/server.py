@@ -12,8 +12,11 @@ import json
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +24,7 @@ from urllib.parse import quote
 import uvicorn
 
 from flowgrpo.data.open_image import refuse_opening
-from flowgrpo.distributed.signals import start_thread
+from flowgrpo.distributed.signals import complete
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
@@ -108,7 +111,9 @@ class Application:
             raise Refused(415, f"got the Content-Encoding {coding[:40]!r}, expected none: send the JSON itself")
         self.gate.require_running()
         async with self.gate.body(receive, headers.get("content-length", "")) as body, self.gate.turn(receive):
-            scoring = start_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits))
+            scoring: Future[dict[str, Any]] = Future()  # of a thread that does not keep the process from ending
+            call = partial(score_request, self.info.name, self._reward, body, self.info.limits)
+            threading.Thread(target=complete, args=(scoring, call), daemon=True).start()
             return _json(await asyncio.shield(asyncio.wrap_future(scoring)))
 
     def _require_allowed(self, headers: dict[str, str], open_to_all: bool = False) -> None:
