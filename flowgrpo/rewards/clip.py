@@ -163,7 +163,7 @@ class SubjectScore(LocalModel):
                            batch_size=self.batch_size, parts=self.parts)
         vars(self).update(clip=clip, device=clip.device)
 
-    @cached_property
+    @property
     def models(self) -> tuple[Any, ...]:
         return self.clip.models
 

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,12 +52,15 @@ class LocalModel:
     def float_type(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    @cached_property
+    @property
     def models(self) -> tuple[Any, ...]:
         """Model with its tokenizer and the like, on the device; loaded at the first call."""
-        parts = self.parts if self.parts is not None else self._load()
-        self._require(parts)
-        vars(self)["parts"] = ready = tuple(map(self._prepare, parts))
+        ready = vars(self).get("_ready")
+        if ready is None:
+            parts = self.parts if self.parts is not None else self._load()
+            self._require(parts)
+            ready = tuple(map(self._prepare, parts))
+            vars(self).update(_ready=ready, parts=ready)
         return ready
 
     def _load(self) -> tuple[Any, ...]:
