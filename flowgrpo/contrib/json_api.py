@@ -34,6 +34,7 @@ from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
+from flowgrpo.rewards.vlm_judge.client import PASSING
 from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, frame_index
 
 if TYPE_CHECKING:
@@ -148,7 +149,6 @@ WHO = "reward 'http'"
 REQUEST = {"prompt": "{prompt}", "image": "{image}"}
 NAME = r"[\w-]+"  # of a header
 SECRET = re.compile("auth|key|token|secret|password|signature|cookie", re.I)  # in the name of a header or of a query
-PASSING = (408, 409, 425, 429)  # statuses below 500 after which another attempt may succeed
 LARGEST = 1e38  # absolute score, as of float32
 
 
@@ -242,8 +242,7 @@ class Http:
     def __call__(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
         """B scores, None where the API answers null, Failed where it rejects a sample."""
-        def one(part: range) -> float | None | Failed:
-            row = part.start
+        def one(row: int) -> float | None | Failed:
             try:
                 body = as_json(WHO, "a request", self._template.fill(outputs[row], prompts[row], metadata[row]))
                 answer = self._service.try_urls(lambda url: self._attempt(url, body))
@@ -253,7 +252,7 @@ class Http:
             except Failed as failed:
                 return failed
 
-        return side_by_side(one, [range(row, row + 1) for row in range(len(prompts))], self.concurrency)
+        return side_by_side(one, range(len(prompts)), self.concurrency)
 
     def _attempt(self, url: str, body: bytes) -> Any:
         time.sleep(self.meter.begin(time.monotonic()))

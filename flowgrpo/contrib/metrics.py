@@ -6,7 +6,6 @@ the base model's image of the same noise.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ IMSCORE = {
 }
 # Metrics of a set of images, which no single image has.
 OF_SETS = ("InceptionScore", "PerceptualPathLength", "inception_score", "fid", "fid_dinov2", "sfid", "fid_clip")
+OF_A_SET = "measures sets of images, and a reward scores one: choose another metric"
 # Arguments by which torchmetrics takes images in [0, 1].
 UNIT_RANGE: dict[str, dict[str, object]] = {
     "LearnedPerceptualImagePatchSimilarity": {"normalize": True},
@@ -67,10 +67,6 @@ class Adapted(LocalModel):
     def who(self) -> str:
         return f"reward '{self.reward}:{self.metric}'"
 
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def _module(self, name: str) -> ModuleType:
         return import_optional(name, None, self.who)
 
@@ -84,11 +80,12 @@ class Adapted(LocalModel):
                 rows = slice(at, at + self.batch_size)
                 pictures = images[rows].to(self.device, self.float_type)
                 reference = None if base is None or not self.base else base[rows].to(self.device, self.float_type)
-                scores.append(self._scores(pictures, list(prompts[rows]), reference).float().cpu())
+                values = self._scores(pictures, list(prompts[rows]), reference).reshape(len(pictures))
+                scores.append(values.float().cpu())
         return self.sign * torch.cat(scores)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
-        """Metric's own values [B] of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
+        """Metric's own values, B numbers, of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
         raise NotImplementedError
 
 
@@ -117,8 +114,7 @@ class Imscore(Adapted):
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [scorer] = self.models
-        values: Tensor = scorer.score(images, prompts)
-        return values.reshape(len(prompts))
+        return scorer.score(images, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +133,10 @@ class Pyiqa(Adapted):
         known = self._module("pyiqa.default_model_configs").DEFAULT_CONFIGS
         if self.metric not in known:
             raise UserError(f"{self.who}: pyiqa has no metric {self.metric!r}{_near(self.metric, list(known))}")
-        _require_of_one(self.who, self.metric)
-        self._set(sign=-1 if known[self.metric].get("lower_better") else 1,
-                  base=known[self.metric].get("metric_mode") == "FR")
+        if self.metric in OF_SETS:
+            raise UserError(f"{self.who} {OF_A_SET}")
+        vars(self).update(sign=-1 if known[self.metric].get("lower_better") else 1,
+                          base=known[self.metric].get("metric_mode") == "FR")
         super().__post_init__()
 
     def _load(self) -> tuple[Any, ...]:
@@ -148,8 +145,7 @@ class Pyiqa(Adapted):
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [metric] = self.models
-        values: Tensor = metric(images, reference) if reference is not None else metric(images)
-        return values.reshape(len(prompts))
+        return metric(images) if reference is None else metric(images, reference)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,16 +162,16 @@ class Torchmetrics(Adapted):
 
     def __post_init__(self) -> None:
         metric = self._class()
-        _require_of_one(self.who, self.metric)
         takes = list(inspect.signature(metric.update).parameters)[1:]
-        if "real" in takes or not 1 <= len(takes) <= 2:
-            raise UserError(f"{self.who} measures sets of images, and a reward scores one: choose another metric")
+        if self.metric in OF_SETS or "real" in takes or not 1 <= len(takes) <= 2:
+            raise UserError(f"{self.who} {OF_A_SET}")
         higher = metric.higher_is_better if self.higher_is_better is None else self.higher_is_better
         if higher is None:
             raise UserError(f"{self.who}: torchmetrics does not say whether higher is better: add args: "
                             "{higher_is_better: true} or false")
-        self._set(sign=1 if higher else -1, base=takes == ["preds", "target"],
-                  differentiable=bool(metric.is_differentiable), _prompted=len(takes) == 2 and takes[0] != "preds")
+        vars(self).update(
+            sign=1 if higher else -1, base=takes == ["preds", "target"],
+            differentiable=bool(metric.is_differentiable), _prompted=len(takes) == 2 and takes[0] != "preds")
         super().__post_init__()
 
     def _class(self) -> Any:
@@ -202,20 +198,6 @@ class Torchmetrics(Adapted):
                 raise UserError(f"{self.who} has several values for an image: choose options that leave one")
             values.append(value.reshape(()))
         return torch.stack(values)
-
-
-ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torchmetrics": Torchmetrics}
-
-
-def find_adapter(name: str) -> functools.partial[Adapted] | None:
-    """Adapter of PACKAGE:NAME, to be made; None for other names."""
-    origin, _, metric = name.partition(":")
-    return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
-
-
-def _require_of_one(who: str, metric: str) -> None:
-    if metric in OF_SETS:
-        raise UserError(f"{who} measures sets of images, and a reward scores one: choose another metric")
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -25,32 +25,11 @@ from flowgrpo.rewards.failures import Failed, numbers
 from flowgrpo.rewards.reward import Batch
 
 
-def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
-    """1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
-    costs less than being wrong (TruthRL). [B] -> [B]."""
-    return (score >= right).to(score) - (score <= wrong).to(score)
-
-
-def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
-    met = (scores >= scores.new_tensor(thresholds)).sum(1)
-    return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
-
-
-def correct_verdict(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
-    """Correct a verdict r in {0, 1} of a verifier with known error rates: (r - fp) / (1 - fp - fn), whose mean over the
-    errors is the true verdict (backward correction, "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers").
-    [B] -> [B]."""
-    return (score - false_positive) / (1 - false_positive - false_negative)
-
-
 @dataclass(frozen=True, eq=False)
 class OfOne(Combined):
     """Score made of one reward's: base class, whose score is that one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
+    count = 1
 
     def combine(self, scores: Tensor) -> Tensor:
         return scores[:, 0]
@@ -59,7 +38,10 @@ class OfOne(Combined):
 @built_in("ternary")
 @dataclass(frozen=True, eq=False)
 class Ternary(OfOne):
-    """1 if a reward reaches `right`, -1 up to `wrong`, else 0, also for None."""
+    """1 if a reward reaches `right`, -1 up to `wrong`, else 0, also for None.
+
+    Abstaining costs less than being wrong (TruthRL).
+    """
 
     right: float = 1.0
     wrong: float = 0.0
@@ -70,13 +52,17 @@ class Ternary(OfOne):
         self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
 
     def combine(self, scores: Tensor) -> Tensor:
-        return ternary(scores[:, 0], self.right, self.wrong)
+        score = scores[:, 0]
+        return (score >= self.right).to(score) - (score <= self.wrong).to(score)
 
 
 @built_in("checklist", "combine several")
 @dataclass(frozen=True, eq=False)
 class Checklist(Combined):
-    """Share of several rewards that reach their thresholds (1 for each by default), among those that apply."""
+    """Share of several rewards that reach their thresholds (1 for each by default), among those that apply.
+
+    After ACE-RL.
+    """
 
     thresholds: Sequence[float] | None = None
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
@@ -87,13 +73,19 @@ class Checklist(Combined):
                       f"{len(self.rewards)}, one per reward")
 
     def combine(self, scores: Tensor) -> Tensor:
-        return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
+        thresholds = [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds
+        met = (scores >= scores.new_tensor(thresholds)).sum(1)
+        return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
 @built_in("corrected")
 @dataclass(frozen=True, eq=False)
 class Corrected(OfOne):
-    """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased."""
+    """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased.
+
+    (r - fp) / (1 - fp - fn), whose mean over the errors is the true verdict r (backward correction, "RL with Verifiable
+    yet Noisy Rewards under Imperfect Verifiers").
+    """
 
     false_positive: float = 0.0
     false_negative: float = 0.0
@@ -107,7 +99,7 @@ class Corrected(OfOne):
                       f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
 
     def combine(self, scores: Tensor) -> Tensor:
-        return correct_verdict(scores[:, 0], self.false_positive, self.false_negative)
+        return (scores[:, 0] - self.false_positive) / (1 - self.false_positive - self.false_negative)
 
 
 def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
@@ -173,36 +165,23 @@ class Progress(OfOne):
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
 
 
-def votes(scores: Tensor) -> Tensor:
-    """Verdict of voters that give probabilities of "right": 1, 0, or 0.5 at a tie. [B, R] -> [B].
-
-    A vote counts by its certainty |2 p - 1|, the self-consistency of a voter that is asked many times (RLCCF): a
-    certain voter outvotes two unsure ones. A voter without a score (NaN) does not vote; NaN if none does.
-    """
-    balance = (2 * scores - 1).nansum(1)
-    balance = balance.masked_fill(balance.abs() < 1e-9, 0)  # a tie but for rounding
-    return ((balance.sign() + 1) / 2).masked_fill(scores.isnan().all(1), torch.nan)
-
-
-def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
-    """FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a right
-    one by a flawed process. [B, 2] -> [B]. NaN if the answer has no score; a process without one is sound."""
-    answer, process = scores.unbind(1)
-    value = torch.where(answer >= right, 1 - (process < sound).to(scores), -1.0)
-    return value.masked_fill(answer.isnan(), torch.nan)
-
-
 @built_in("votes", "ensemble majority")
 @dataclass(frozen=True, eq=False)
 class Votes(Combined):
-    """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty."""
+    """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty.
+
+    It is 1, 0, or 0.5 at a tie. The certainty |2 p - 1| is the self-consistency of a voter that is asked many times
+    (RLCCF): a certain voter outvotes two unsure ones. A voter without a score does not vote.
+    """
 
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
 
     def combine(self, scores: Tensor) -> Tensor:
         if (wrong := scores[(scores < 0) | (scores > 1)]).numel():
             raise UserError(f"reward 'votes': a voter scores {wrong[0].item():g}, expected from 0 to 1")
-        return votes(scores)
+        balance = (2 * scores - 1).nansum(1)
+        balance = balance.masked_fill(balance.abs() < 1e-9, 0)  # a tie but for rounding
+        return where_any(scores, (balance.sign() + 1) / 2)
 
 
 @built_in("flawed")
@@ -210,19 +189,19 @@ class Votes(Combined):
 class Flawed(Combined):
     """-1 for a wrong answer, 1 for a right one by a sound process, 0 for a right one by a flawed process (FAPO).
 
-    rewards: the verifier of the answer, then the judge of the process. right, sound: scores from which on they are.
+    rewards: the verifier of the answer, then the judge of the process; a process without a score is sound. right,
+    sound: scores from which on they are.
     """
 
     right: float = 1.0
     sound: float = 0.5
+    count = 2
     about = replace(LIKE_ITS_PARTS, range=(-1, 1))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 2, "rewards", "two rewards")
-
     def combine(self, scores: Tensor) -> Tensor:
-        return fapo_reward(scores, self.right, self.sound)
+        answer, process = scores.unbind(1)
+        value = torch.where(answer >= self.right, 1 - (process < self.sound).to(scores), -1.0)
+        return value.masked_fill(answer.isnan(), torch.nan)
 
 
 @built_in("rechecked")
@@ -237,11 +216,11 @@ class Rechecked(Combined):
 
     share: float = 0.1
     right: float = 1.0
+    count = 2
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.rewards) == 2, "rewards", "two rewards")
         self._require(0 < self.share <= 1, "share", "above 0, up to 1")
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:

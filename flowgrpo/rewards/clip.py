@@ -17,13 +17,13 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import silence_errors
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, load_pretrained, loading, tensors
+from flowgrpo.rewards.local_model import Head, ImageModel, LocalModel, fill, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
 
 
-class OpenClip(LocalModel):
+class OpenClip(ImageModel):
     """Model of open_clip with its tokenizer."""
 
     @cached_property
@@ -33,7 +33,8 @@ class OpenClip(LocalModel):
     def _require(self, parts: tuple[Any, ...]) -> None:
         preprocessing_of(parts[0], self.reward)
 
-    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Cosines of images and prompts."""
         model, tokenizer = self.models
         return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
@@ -74,7 +75,7 @@ class ClipScore(OpenClip):
             return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        similarities = self.score_batches(self._cosines, images, [self.prefix + prompt for prompt in prompts])
+        similarities = super().__call__(images, [self.prefix + prompt for prompt in prompts])
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
@@ -160,8 +161,7 @@ class SubjectScore(LocalModel):
     def __post_init__(self) -> None:
         clip = SubjectClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
                            batch_size=self.batch_size, parts=self.parts)
-        for name, value in (("clip", clip), ("device", clip.device)):
-            object.__setattr__(self, name, value)
+        vars(self).update(clip=clip, device=clip.device)
 
     @property
     def models(self) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ class SubjectScore(LocalModel):
 
 @built_in("aesthetic", "beauty beautiful pretty nice look style")
 @dataclass(frozen=True)
-class Aesthetic(LocalModel):
+class Aesthetic(ImageModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
 
     Images are prepared by transformers' rules, as in DDPO and Flow-GRPO.
@@ -223,9 +223,6 @@ class Aesthetic(LocalModel):
             raise UserError(f"reward 'aesthetic': {self.model} gives {width} numbers, but the head {self.head} takes "
                             f"{taken}: give the model that it was trained on")
         return encoder, head
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         encoder, head = self.models
@@ -264,7 +261,7 @@ def perceptron(width: int) -> Head:
 
 @built_in("pickscore", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
-class PickScore(LocalModel):
+class PickScore(ImageModel):
     """PickScore: the model's logit scale (100) times the cosine of image and prompt, around 15 to 25.
 
     This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
@@ -294,9 +291,6 @@ class PickScore(LocalModel):
         return (load_pretrained("pickscore", CLIPModel, self.model, self.revision, "model", beside=self.tokenizer),
                 load_pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts) / self.divide
-
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.models
         longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
@@ -304,7 +298,8 @@ class PickScore(LocalModel):
         texts, prepare = texts.to(self.device), Preparation(size, crop="transformers")
         outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask,
                         pixel_values=prepare(images.to(self.device)).to(self.float_type))
-        return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
+        cosines = (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
+        return model.logit_scale.float().exp() * cosines / self.divide
 
 
 @built_in("hpsv2.1", "human preference aesthetic beauty beautiful general quality")
@@ -342,9 +337,6 @@ class HpsV2(OpenClip):
         model = open_clip.create_model(self.model, pretrained=None)
         fill(self.reward, model, state, self.checkpoint)
         return model, open_clip.get_tokenizer(self.model)
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._cosines, images, prompts)
 
 
 @built_in("hpsv2.0", "human preference aesthetic beauty")

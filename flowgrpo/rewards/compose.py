@@ -34,7 +34,6 @@ from flowgrpo.rewards.wrap import Scores, ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTS = ("judges", "unit", "reads", "differentiable", "parts", "about")
 
 
 def apply_transform(transform: str | Clip | Threshold | Stretch | Band | Budget, scores: Tensor,
@@ -46,9 +45,11 @@ def apply_transform(transform: str | Clip | Threshold | Stretch | Band | Budget,
     if isinstance(transform, Clip):
         return scores.clamp(*bounds(transform.clip))
     if isinstance(transform, Threshold):
-        return threshold(scores, value_at(transform.threshold, progress))
-    if isinstance(transform, Stretch):
-        return stretch(scores, *bounds(transform.stretch))
+        least = value_at(transform.threshold, progress)
+        return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
+    if isinstance(transform, Stretch):  # 0 up to the first bound, 1 from the second on, linear between
+        low, high = bounds(transform.stretch)
+        return ((scores - low) / (high - low)).clamp(0, 1)
     if isinstance(transform, Band):
         return band(scores, *bounds(transform.band), transform.margin)
     if isinstance(transform, Budget):
@@ -63,16 +64,6 @@ def log(scores: Tensor) -> Tensor:
         raise ValueError(f"log of the score {scores[scores <= 0].min().item():g}, expected above 0: put a clip such as "
                          "{clip: [0.001, 1]} before it")
     return scores.log()
-
-
-def threshold(scores: Tensor, least: float) -> Tensor:
-    """1 where a score is at least `least`, else 0."""
-    return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
-
-
-def stretch(scores: Tensor, low: float, high: float) -> Tensor:
-    """0 up to `low`, 1 from `high` on, linear between."""
-    return ((scores - low) / (high - low)).clamp(0, 1)
 
 
 def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
@@ -113,10 +104,8 @@ class Composed(Reward):
     def __post_init__(self) -> None:
         made = as_reward(self.function, self.name)
         moved = self.placement if self.placement is not None and self.placement.moves else None
-        facts = {fact: getattr(made, fact) for fact in FACTS} | {
-            "made": made, "ready": ready(self.name, made, self.rule, self.kept, moved)}
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(made.facts(), made=made,
+                          ready=ready(self.name, made, self.rule, self.kept, moved))
 
     @property
     def origin(self) -> Any:
@@ -139,9 +128,8 @@ def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
     functions by label, which replace those the rules name. away: their weights leave the device between scorings.
     Raises UserError as `find` does, and for scores to be cached without a folder.
     """
-    composed = {label: _compose(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
-    composed = {label: replace(reward, placement=Placement(reward.function, away))
-                for label, reward in composed.items()}
+    made = {label: _compose(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
+    composed = {label: replace(reward, placement=Placement(reward.function, away)) for label, reward in made.items()}
     leave(composed.values())
     return composed
 
@@ -247,9 +235,8 @@ def transforms_of(reward: object) -> Sequence[Transform]:
 
 
 def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
-    limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
-              for name, reward in rewards.items()}
-    return {name: limit for name, limit in limits.items() if limit is not None}
+    return {name: limit for name, reward in rewards.items() if isinstance(reward, Composed)
+            and (limit := getattr(reward.rule, "limit", None)) is not None}
 
 
 def transform_scores(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:

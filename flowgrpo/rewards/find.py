@@ -29,8 +29,7 @@ REMOVED = {name: "it asked any model a question of ours: choose videoalign, Vide
                  f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
            for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
 REMOTE = "flowgrpo.serving.client:Remote"  # of http://host:port/NAME
-METRICS = "flowgrpo.contrib.metrics:find_adapter"
-ADAPTED = ("imscore", "pyiqa", "torchmetrics")  # packages of PACKAGE:NAME
+ADAPTERS = {kind.lower(): f"flowgrpo.contrib.metrics:{kind}" for kind in ("Imscore", "Pyiqa", "Torchmetrics")}
 _told: set[str] = set()  # aliases whose new names were printed
 _registered: dict[str, Any] = {}
 _files: dict[str, str] = {}  # those of Python in which rewards were registered
@@ -112,9 +111,10 @@ def locate(name: str) -> Any:
     if ".py" in name:
         return from_file(name, "reward", lambda path: {registered: _registered[registered]
                                                        for registered, file in _files.items() if file == str(path)})
-    if name.partition(":")[0] in ADAPTED and (made := call_user_code(
-            f"reward {name!r} does not import", lambda: packages.load(METRICS)(name))):
-        return made
+    package, _, metric = name.partition(":")
+    if metric and package in ADAPTERS:
+        adapter = call_user_code(f"reward {name!r} does not import", packages.load, ADAPTERS[package])
+        return functools.partial(adapter, metric=metric)
     if point := group_entry_points(GROUP).get(name):
         return call_user_code(f"reward {name!r} does not import", point.load)
     for folder, aspect in ((name, None), name.rpartition(":")[::2]):  # written by `flowgrpo reward train`

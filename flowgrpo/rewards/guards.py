@@ -19,7 +19,7 @@ from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in, with_facts
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained
+from flowgrpo.rewards.local_model import ImageModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 
 LICENCE = "Apache-2.0"
@@ -104,7 +104,7 @@ class Diversity:
     about = About(modality="image", range=(0, None), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", extractor(self.features))
+        vars(self)["features"] = extractor(self.features)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int) -> Tensor:
@@ -132,7 +132,7 @@ class BaseSimilarity:
     about = About(modality="image", range=(None, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", extractor(self.features))
+        vars(self)["features"] = extractor(self.features)
 
     @property
     def made_of(self) -> list[Any]:
@@ -317,7 +317,7 @@ def ssim(one: Tensor, two: Tensor) -> Tensor:
 
 @built_in("safety", "nsfw nude porn explicit unsafe filter")
 @dataclass(frozen=True, eq=False)
-class Safety(LocalModel):
+class Safety(ImageModel):
     """Probability that an image is safe: 1 minus that of the classes `unsafe`.
 
     model: a folder or a hub id of an image classifier. revision: of a hub id. unsafe: names of classes.
@@ -343,12 +343,8 @@ class Safety(LocalModel):
                             f"are {', '.join(labels.values())}")
         return classifier, processor, rows
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         classifier, processor, rows = self.models
-
-        def safe(images: Tensor, _: list[str]) -> Tensor:
-            inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
-            logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
-            return 1 - logits.softmax(-1)[:, rows].sum(-1)
-
-        return self.score_batches(safe, images, prompts)
+        inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
+        logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
+        return 1 - logits.softmax(-1)[:, rows].sum(-1)

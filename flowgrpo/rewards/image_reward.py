@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import perceptron
-from flowgrpo.rewards.local_model import LocalModel, fill, load_pretrained, tensors
+from flowgrpo.rewards.local_model import ImageModel, fill, load_pretrained, tensors
 from flowgrpo.rewards.preprocessing import Preparation
 
 AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head on the release's training pairs
@@ -24,7 +24,7 @@ VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2
           "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6}
 TEXT = {"vocab_size": 30524, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
         "num_attention_heads": 12, "max_position_embeddings": 512, "layer_norm_eps": 1e-12, "is_decoder": True}
-NAMES = (  # release's name of a tensor, this network's name
+NAMES = (  # release's name of a tensor, this network's name; those used only in training have none
     (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
     (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
     (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
@@ -40,7 +40,7 @@ NAMES = (  # release's name of a tensor, this network's name
 
 @built_in("imagereward", "human preference aesthetic general quality")
 @dataclass(frozen=True)
-class ImageReward(LocalModel):
+class ImageReward(ImageModel):
     """ImageReward: the head's value of an image with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
 
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
@@ -71,9 +71,6 @@ class ImageReward(LocalModel):
         fill("imagereward", parts, rename_tensors(state), self.checkpoint)
         return parts, load_pretrained("imagereward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts)
-
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         parts, tokenizer = self.models
         texts = tokenizer(prompts, padding="max_length", truncation=True, max_length=LONGEST, return_tensors="pt")
@@ -97,11 +94,11 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
                           "head": perceptron(reading.hidden_size)})
 
 
-def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The released checkpoint's tensors under this network's names, without those used only in training."""
+def rename_tensors(state: dict[str, Tensor], names: Sequence[tuple[str, str]] = NAMES) -> dict[str, Tensor]:
+    """Tensors of a released checkpoint under a network's names, without those that have none."""
     result = {}
     for key, value in state.items():
-        for pattern, name in NAMES:
+        for pattern, name in names:
             here, count = re.subn(pattern, name, key)
             if count:
                 result[here] = value

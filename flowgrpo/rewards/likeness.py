@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.nn.functional import normalize
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments
+from flowgrpo.rewards.local_model import ImageModel, load_pretrained, require_arguments
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
@@ -24,7 +23,7 @@ SCALED, CROPPED = 256, 224  # pixels: the shortest side, and the square of its c
 
 @built_in("likeness", "style subject person face character dreambooth example reference similar")
 @dataclass(frozen=True)
-class Likeness(LocalModel):
+class Likeness(ImageModel):
     """Likeness to images of your own, a subject or a style: the mean cosine of DINOv2's embeddings (2304.07193) to the
     images of a folder. The measure is DINO-I of DreamBooth (2208.12242), which had the first DINO.
 
@@ -71,7 +70,5 @@ class Likeness(LocalModel):
         [network] = self.models
         return normalize(network(pixel_values=pixels.to(self.float_type)).pooler_output.float(), dim=-1)
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        with torch.no_grad():
-            likeness = self.mean_embedding
-        return self.score_batches(lambda some, _: self.embed(some) @ likeness, images, prompts)
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.embed(images) @ self.mean_embedding

@@ -44,7 +44,7 @@ class LocalModel:
 
     def __post_init__(self) -> None:
         require_arguments(self.reward, self.dtype, self.device, self.batch_size)
-        object.__setattr__(self, "device", resolve_device(self.device))
+        vars(self)["device"] = resolve_device(self.device)
         if self.parts is not None or not lazy.get():
             self.models
 
@@ -59,9 +59,8 @@ class LocalModel:
         if ready is None:
             parts = self.parts if self.parts is not None else self._load()
             self._require(parts)
-            ready = tuple(self._prepare(part) for part in parts)
-            for name in ("_ready", "parts"):
-                object.__setattr__(self, name, ready)
+            ready = tuple(map(self._prepare, parts))
+            vars(self).update(_ready=ready, parts=ready)
         return ready
 
     def _load(self) -> tuple[Any, ...]:
@@ -88,6 +87,17 @@ class LocalModel:
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
                               .float().cpu() for at in range(0, len(prompts), self.batch_size)])
+
+
+class ImageModel(LocalModel):
+    """Model that scores images with their prompts; a subclass scores a batch of them."""
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.score_batches(self._scores, images, prompts)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Scores [B] of images [B, 3, H, W] in [0, 1]."""
+        raise NotImplementedError
 
 
 class Head(nn.Sequential):

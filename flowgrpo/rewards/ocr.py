@@ -165,8 +165,7 @@ def read(images: Sequence[np.ndarray]) -> list[str]:
 
     Images are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
     """
-    return side_by_side(lambda one: _read(images[one.start]), [range(i, i + 1) for i in range(len(images))],
-                        engines())
+    return side_by_side(_read, images, engines())
 
 
 def engines() -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, Pairing, built_in, with_facts
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
+from flowgrpo.rewards.reward import Batch, Function, Reward, Wrapped, as_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,21 +82,15 @@ def held_out_rewards(trained: Mapping[str, T], further: Mapping[str, T], group: 
     return {**alone, **further}
 
 
-class WinRates(Reward):
+class WinRates(Wrapped):
     """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared.
 
     Over all pairs of a group the rates sum to G/2. A comparison without an answer is lost.
     """
 
-    unit = "group"
-
     def __init__(self, name: str, judge: Reward, how: Pairing | None = None) -> None:
-        self.name, self.judge, self.how = name, judge, how or Pairing()
-        self.judges, self.reads, self.about, self.parts = judge.judges, judge.reads, judge.about, judge.parts
-
-    @property
-    def origin(self) -> Any:
-        return self.judge.origin
+        super().__init__(name, judge)
+        self.how, self.unit, self.differentiable = how or Pairing(), "group", False
 
     def __call__(self, batch: Batch) -> list[float | None]:
         import torch
@@ -128,7 +122,7 @@ class WinRates(Reward):
                  for rows in sides]
         prompt, count = batch.prompts[at], len(pairs)
         of_pairs = replace(batch, samples=shown, prompts=[prompt] * count, metadata=[batch.metadata[at]] * count)
-        values = self.judge(of_pairs)
+        values = self.reward(of_pairs)
         if isinstance(values, (list, tuple)):
             batch.lost.extend(value for value in values if isinstance(value, Failed))
             values = [None if isinstance(value, Failed) else value for value in values]

@@ -68,8 +68,7 @@ def load(rewards: Iterable[object]) -> None:
 def leave(rewards: Iterable[object]) -> None:
     """Move the weights of rewards off their devices where `memory.rewards` says so."""
     for reward in rewards:
-        placement = getattr(reward, "placement", None)
-        if isinstance(placement, Placement):
+        if isinstance(placement := getattr(reward, "placement", None), Placement):
             placement.leave()
 
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, load_pretrained, loading, tensors
+from flowgrpo.rewards.image_reward import rename_tensors
+from flowgrpo.rewards.local_model import Head, ImageModel, LocalModel, fill, from_hub, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import resize_images
 from flowgrpo.rewards.released_text import strings, texts
 
 PROMPT = "{text_prompt}"  # in an instruction
-# The releases' names (before and after transformers 4.52) and those of Qwen2VLModel.
+# The releases' names (before and after transformers 4.52) and those of Qwen2VLModel; the language head has none.
 NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
          (r"^visual\.", "visual."))
 AREA = 256 * 28 * 28  # approximate pixels of every scaled image: 448 by 448 for a square
@@ -53,14 +54,15 @@ def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any
     return config, processor
 
 
-def states(model: Any, processor: Any, kind: str, messages: Sequence[str], shown: Tensor, marks: Sequence[str]
-           ) -> Tensor:
-    """Last states at the marks in B messages: [B * len(marks), D], in the order in which they stand.
+def states(model: Any, processor: Any, kind: str, instruction: str, prompts: Sequence[str], shown: Tensor,
+           marks: Sequence[str]) -> Tensor:
+    """Last states at the marks in the messages of B prompts: [B * len(marks), D], in the order in which they stand.
 
-    kind: image or video. messages: as `message` returns. shown: [B * N, D], the visual network's outputs.
+    kind: image or video. shown: [B * N, D], the visual network's outputs.
     """
+    messages = [message(processor, kind, instruction, prompt, len(shown) // len(prompts)) for prompt in prompts]
     tokens = processor.tokenizer
-    read = tokens([*messages], padding=True, return_tensors="pt").to(shown.device)
+    read = tokens(messages, padding=True, return_tensors="pt").to(shown.device)
     words = model.get_input_embeddings()(read.input_ids)
     there = read.input_ids == tokens.convert_tokens_to_ids(placeholder(kind))
     words = words.masked_scatter(there[..., None], shown.to(words))
@@ -83,16 +85,6 @@ def placeholder(kind: str) -> str:
     return f"<|{kind}_pad|>"
 
 
-def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
-    result = {}
-    for key, value in state.items():
-        name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
-        if name is not None:
-            result[name] = value
-    return result
-
-
 def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """Build Qwen2VLModel with every tensor of `state`. Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
@@ -109,7 +101,7 @@ def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) ->
 
 @built_in("hpsv3", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
-class HpsV3(LocalModel):
+class HpsV3(ImageModel):
     """HPSv3: mean preference for an image given its prompt, around -5 to 15.
 
     The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
@@ -134,11 +126,11 @@ class HpsV3(LocalModel):
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", hpsv3_instruction(self.instruction))
+        vars(self)["text"] = hpsv3_instruction(self.instruction)
         super().__post_init__()
 
     def _load(self) -> tuple[Any, nn.Module, Any]:
-        state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"), NAMES)
         config, processor = base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
             width = state["language_model.embed_tokens.weight"].shape[1]
@@ -148,17 +140,13 @@ class HpsV3(LocalModel):
             fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
             return assemble_model(config, state, self.float_type), head, processor
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts)
-
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, head, processor = self.models
         pictures = resize_images(images.to(self.device), sides(*images.shape[-2:]))
         pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
         seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
-        messages = [message(processor, "image", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
-        return head(states(model, processor, "image", messages, shown, [MARK]).float())[:, 0]
+        return head(states(model, processor, "image", self.text, prompts, shown, [MARK]).float())[:, 0]
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
@@ -223,7 +211,7 @@ class VideoReward(LocalModel):
         if not self.axes or not set(self.axes) <= set(AXES) or not (self.fps is None or self.fps > 0):
             raise UserError(f"reward 'videoalign': axes is {self.axes} and fps {self.fps}, expected weights of "
                             f"{', '.join(AXES)} and a number above 0, or None")
-        object.__setattr__(self, "text", instruction(self.instruction))
+        vars(self)["text"] = instruction(self.instruction)
         super().__post_init__()
 
     def _load(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
@@ -233,7 +221,7 @@ class VideoReward(LocalModel):
         config, processor = base("videoalign", self.base, "base", MARKS)
         state = tensors("videoalign", str(weights), None, "model")
         with loading(f"reward 'videoalign': {weights}", FIX):
-            state = rename_tensors(merge_lora(state, released["peft_lora_config"]))
+            state = rename_tensors(merge_lora(state, released["peft_lora_config"]), NAMES)
             weight = state.pop("rm_head.weight").float()
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -256,8 +244,7 @@ class VideoReward(LocalModel):
         model, head, processor, _ = self.models
         seen = self._patches(videos, fps)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
-        messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
-        hidden = states(model, processor, "video", messages, shown, MARKS)
+        hidden = states(model, processor, "video", self.text, prompts, shown, MARKS)
         values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 

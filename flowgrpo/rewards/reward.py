@@ -147,6 +147,10 @@ class Reward:
         """Function or object that it was made of."""
         return self
 
+    def facts(self) -> dict[str, Any]:
+        return {fact: getattr(self, fact)
+                for fact in ("judges", "unit", "reads", "differentiable", "parts", "about")}
+
     def __call__(self, batch: Batch) -> Any:
         """B scores: a list, a tensor or an array."""
         raise NotImplementedError
@@ -194,39 +198,37 @@ class Function(Reward):
         return self.function
 
     def __call__(self, batch: Batch) -> Any:
-        further = {field: getattr(batch, field) for field in PASSED if field in self.reads}
-        if self.unit == "group" and self.named_group:
-            further["group"] = batch.group
-        if self.unit == "pair":
-            first, second = batch.samples
-            return self.function(*(first, second, batch.prompts, batch.metadata)[:self._takes(4, "(first, second, ")])
+        further = {field: getattr(batch, field) for field in self._further}
+        given = *(batch.samples if self.unit == "pair" else [batch.samples]), batch.prompts, batch.metadata
         if self.unit == "group" and not self.named_group:  # an attribute says so: the fourth by position
-            return self.function(batch.samples, batch.prompts, batch.metadata, batch.group, **further)
-        given = batch.samples, batch.prompts, batch.metadata
-        return self.function(*given[:self._takes(3, "(images, ", **further)], **further)
+            return self.function(*given, batch.group, **further)
+        return self.function(*given[:self._takes(further)], **further)
+
+    @property
+    def _further(self) -> list[str]:
+        """Fields of a batch that are passed by name."""
+        if self.unit == "pair":
+            return []
+        return [field for field in PASSED if field in self.reads] + ["group"] * self.named_group
 
     def require_signature(self) -> None:
         """Raise UserError for a function that cannot be called as a reward: an `async def`, or other parameters."""
         if inspect.iscoroutinefunction(_signature_target(self.function)):
             raise UserError(f"reward {self.name!r} is an `async def`: expected a function that returns a number per "
                             "sample; asyncio.run(...) inside it waits for a coroutine")
-        if self.unit == "pair":
-            self._takes(4, "(first, second, ")
-        elif self.unit == "sample" or self.named_group:
-            further = [field for field in PASSED if field in self.reads] + ["group"] * self.named_group
-            self._takes(3, "(images, ", **dict.fromkeys(further))
+        if self.unit != "group" or self.named_group:
+            self._takes(dict.fromkeys(self._further))
 
-    def _takes(self, most: int, begins: str, **further: Any) -> int:
-        """`most` if the function takes so many values by position, metadata the last, or one fewer."""
-        if self.signature is None:
-            return most
+    def _takes(self, further: Mapping[str, Any]) -> int:
+        """Number of values that the function takes by position: with metadata, the last, or without."""
+        kind, begins, most = ("judge", "(first, second, ", 4) if self.unit == "pair" else ("reward", "(images, ", 3)
         for count in (most, most - 1):
             try:
-                self.signature.bind(*range(count), **further)
+                if self.signature is not None:
+                    self.signature.bind(*range(count), **further)
                 return count
             except TypeError:
                 continue
-        kind = "judge" if self.unit == "pair" else "reward"
         raise UserError(f"{kind} {self.name!r} takes {self.signature}: expected {begins}prompts, metadata) or "
                         f"{begins}prompts)" + "".join(f", and {name}" for name in further))
 
@@ -334,8 +336,7 @@ class Wrapped(Reward):
 
     def __init__(self, name: str, reward: Reward) -> None:
         self.name, self.reward = name, reward
-        self.judges, self.unit, self.reads, self.parts = reward.judges, reward.unit, reward.reads, reward.parts
-        self.differentiable, self.about = reward.differentiable, reward.about
+        vars(self).update(reward.facts())
 
     @property
     def origin(self) -> Any:

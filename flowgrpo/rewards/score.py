@@ -54,23 +54,20 @@ def score(
     import torch
 
     table = [[torch.nan if isinstance(value, Failed) else value for value in column]
-             for column in columns(rewards, outputs, prompts, metadata, group, tally, base, latents, policy, memory,
-                               epoch, fps, training)]
+             for column in columns(rewards, outputs, prompts, metadata, group, tally, base=base, latents=latents,
+                                   policy=policy, memory=memory, epoch=epoch, fps=fps, training=training)]
     return torch.tensor(table, dtype=torch.float32).reshape(len(table), len(prompts)).T.contiguous()
 
 
-def columns(
-    rewards: Mapping[str, RewardFunction | Reward], outputs: Shown | None, prompts: Sequence[str],
-    metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
-    latents: Tensor | None = None, policy: Any = None, memory: dict[str, Any] | None = None, epoch: int | None = None,
-    fps: float | None = None, training: bool = False,
-) -> list[list[float | Failed]]:
-    """R columns of B numbers as `score` does, but with failures in place.
+def columns(rewards: Mapping[str, RewardFunction | Reward], outputs: Shown | None, prompts: Sequence[str],
+            metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, **further: Any
+            ) -> list[list[float | Failed]]:
+    """R columns of B numbers as `score` does, but with failures in place: NaN only means that a reward does not apply.
 
-    NaN only means that a reward does not apply.
+    further: as in `score`.
     """
-    assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
-    batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps, training)
+    batch = Batch(outputs, list(prompts), list(metadata), group, **further)
+    assert all(len(given) == len(batch) for given in (outputs, metadata, batch.latents) if given is not None)
     return of_batch(rewards, batch, tally)
 
 

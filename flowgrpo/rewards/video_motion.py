@@ -10,7 +10,7 @@ perfectly consistent: train `temporal_consistency` together with `flow_amount`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from flowgrpo.rewards.preprocessing import eight_bit, grey
 from flowgrpo.rewards.reward import Batch, Reward, as_reward
 
 LICENCE = "Apache-2.0"
-LIFTS = ("mean", "min")
+LIFTS: dict[str, Callable[[list[float]], float]] = {"mean": lambda scores: sum(scores) / len(scores), "min": min}
 
 
 def flows(videos: Tensor) -> list[np.ndarray]:
@@ -98,8 +98,7 @@ class Frames(Reward):
         made = as_reward(function, "of frames")
         if made.unit != "sample" or "image" not in made.judges:
             raise UserError(f"reward 'frames': {self.reward!r} is no reward of single images: choose one that is")
-        for name, value in (("reward", function), ("judges", ["video"]), ("parts", [made])):
-            object.__setattr__(self, name, value)
+        vars(self).update(reward=function, judges=["video"], parts=[made])
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import of_batch
@@ -113,6 +112,5 @@ class Frames(Reward):
         for at in range(0, len(scores), count):
             values = scores[at:at + count]
             known = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]
-            mean = sum(known) / len(known) if known else None
-            lifted.append(first_failed(values) or (min(known) if known and self.frames == "min" else mean))
+            lifted.append(first_failed(values) or (LIFTS[self.frames](known) if known else None))
         return lifted

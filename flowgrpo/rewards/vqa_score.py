@@ -6,7 +6,6 @@ transformers and needs its own code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained
+from flowgrpo.rewards.local_model import ImageModel, load_pretrained
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 128  # tokens of a question
@@ -23,7 +22,7 @@ LONGEST = 128  # tokens of a question
 
 @built_in("vqascore", "alignment prompt following faithful")
 @dataclass(frozen=True)
-class VqaScore(LocalModel):
+class VqaScore(ImageModel):
     """VQAScore: the probability of the answer "yes" to whether the image shows its prompt.
 
     As in the release, it is the geometric mean over the answer's tokens, including the end of the text, each given
@@ -65,9 +64,6 @@ class VqaScore(LocalModel):
                            self.within, dtype=self.float_type)
         processor = load_pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer, _ = self.models

@@ -44,102 +44,75 @@ def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores
     and the check of its answer."""
     made: Reward = Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward)
     if rule.use not in (None, name):
-        made = Labelled(name, made, str(rule.use))
+        made = Ruled(name, made, relabelled, str(rule.use))
     if rule.timeout is not None:
-        made = Timed(name, made, rule.timeout)
+        made = Ruled(name, made, timed, rule.timeout)
     if rule.on_error != "raise":
-        made = Persistent(name, made, rule.on_error)
+        made = Ruled(name, made, persistent, rule.on_error)
     if placement is not None:
-        made = Placed(name, made, placement)
+        made = Ruled(name, made, placed, placement)
     if kept is not None:
-        made = Cached(name, made, kept)
-    return Where(name, made, rule) if rule.when else made
+        made = Ruled(name, made, cached, kept)
+    return Ruled(name, made, where, rule) if rule.when else made
 
 
-class Labelled(Wrapped):
-    """Reward with another label than its name, whose errors and failures have both."""
+class Ruled(Wrapped):
+    """Reward under one of its rules, a function of (label, reward, batch, setting)."""
 
-    def __init__(self, name: str, reward: Reward, use: str) -> None:
+    def __init__(self, name: str, reward: Reward, call: Callable[..., Any], setting: Any) -> None:
         super().__init__(name, reward)
-        self.use = use
+        self.call, self.setting = call, setting
 
     def __call__(self, batch: Batch) -> Any:
-        with relabel_errors(self.name, self.use):
-            values = self.reward(batch)
-        for value in (*values, *batch.lost):
-            if isinstance(value, Failed):
-                value.args = (with_label(str(value), self.name, self.use),)
-        return values
+        return self.call(self.name, self.reward, batch, self.setting)
 
 
-class Timed(Wrapped):
-    """Reward that has to answer within some seconds."""
-
-    def __init__(self, name: str, reward: Reward, seconds: float) -> None:
-        super().__init__(name, reward)
-        self.seconds = seconds
-
-    def __call__(self, batch: Batch) -> Any:
-        """Raises TimedOut."""
-        return within(self.seconds, f"reward {self.name!r} hangs on {quantity(len(batch), 'sample')} (first prompt of "
-                                    f"the batch: {batch.prompts[0]!r})", lambda: self.reward(batch))
+def relabelled(label: str, reward: Reward, batch: Batch, use: str) -> Any:
+    """Scores of a reward with another label than its name, whose errors and failures have both."""
+    with relabel_errors(label, use):
+        values = reward(batch)
+    for value in (*values, *batch.lost):
+        if isinstance(value, Failed):
+            value.args = (with_label(str(value), label, use),)
+    return values
 
 
-class Persistent(Wrapped):
-    """Reward that is asked again after a failure, or whose failing samples are skipped: see `score_with_policy`."""
-
-    def __init__(self, name: str, reward: Reward, policy: Any) -> None:
-        super().__init__(name, reward)
-        self.policy = policy
-
-    def __call__(self, batch: Batch) -> list[float | Failed]:
-        return score_with_policy(lambda rows: self.reward(batch.rows(rows)), range(len(batch)), self.policy,
-                                 batch.group if self.unit == "group" else 1)
+def timed(label: str, reward: Reward, batch: Batch, seconds: float) -> Any:
+    """Scores within some seconds. Raises TimedOut."""
+    return within(seconds, f"reward {label!r} hangs on {quantity(len(batch), 'sample')} (first prompt of the batch: "
+                           f"{batch.prompts[0]!r})", lambda: reward(batch))
 
 
-class Placed(Wrapped):
-    """Reward whose weights come to their device before it scores."""
-
-    def __init__(self, name: str, reward: Reward, placement: Placement) -> None:
-        super().__init__(name, reward)
-        self.placement = placement
-
-    def __call__(self, batch: Batch) -> Any:
-        self.placement.bring()
-        return self.reward(batch)
+def persistent(label: str, reward: Reward, batch: Batch, policy: Any) -> list[float | Failed]:
+    """Scores, asked for again after a failure, or without failing samples: see `score_with_policy`."""
+    return score_with_policy(lambda rows: reward(batch.rows(rows)), range(len(batch)), policy,
+                             batch.group if reward.unit == "group" else 1)
 
 
-class Cached(Wrapped):
-    """Reward that is asked only for samples without a cached score."""
-
-    def __init__(self, name: str, reward: Reward, kept: Scores) -> None:
-        super().__init__(name, reward)
-        self.kept = kept
-
-    def __call__(self, batch: Batch) -> list[float | Failed]:
-        bases = batch.base if BASE in self.reads and batch.base is not None else [None] * len(batch)
-        fps = batch.fps if FPS in self.reads else None
-        keys = [self.kept.key(batch.samples[i], batch.prompts[i], batch.metadata[i], bases[i], fps)
-                for i in range(len(batch))]
-        known: dict[str, Any] = {**self.kept.read(keys)}
-        if missing := [i for i, key in enumerate(keys) if key not in known]:
-            fresh = list(zip((keys[i] for i in missing), self.reward(batch.rows(missing))))
-            self.kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
-            known |= fresh
-        return [known[key] for key in keys]
+def placed(label: str, reward: Reward, batch: Batch, placement: Placement) -> Any:
+    """Scores of a reward whose weights come to their device first."""
+    placement.bring()
+    return reward(batch)
 
 
-class Where(Wrapped):
-    """Reward of the prompts that its rule applies to; NaN for all others."""
+def cached(label: str, reward: Reward, batch: Batch, kept: Scores) -> list[float | Failed]:
+    """Scores, asked for only of samples without a cached one."""
+    bases = batch.base if BASE in reward.reads and batch.base is not None else [None] * len(batch)
+    fps = batch.fps if FPS in reward.reads else None
+    keys = [kept.key(*sample, fps) for sample in zip(batch.samples, batch.prompts, batch.metadata, bases)]
+    known: dict[str, Any] = {**kept.read(keys)}
+    if missing := [i for i, key in enumerate(keys) if key not in known]:
+        fresh = list(zip((keys[i] for i in missing), reward(batch.rows(missing))))
+        kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
+        known |= fresh
+    return [known[key] for key in keys]
 
-    def __init__(self, name: str, reward: Reward, rule: WatchRule) -> None:
-        super().__init__(name, reward)
-        self.rule = rule
 
-    def __call__(self, batch: Batch) -> list[float | Failed]:
-        rows = [i for i, entry in enumerate(batch.metadata) if self.rule.applies(entry)]
-        found = dict(zip(rows, self.reward(batch.rows(rows)))) if rows else {}
-        return [found.get(i, math.nan) for i in range(len(batch))]
+def where(label: str, reward: Reward, batch: Batch, rule: WatchRule) -> list[float | Failed]:
+    """Scores for the prompts that the rule applies to; NaN for all others."""
+    rows = [i for i, entry in enumerate(batch.metadata) if rule.applies(entry)]
+    found = dict(zip(rows, reward(batch.rows(rows)))) if rows else {}
+    return [found.get(i, math.nan) for i in range(len(batch))]
 
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
@@ -180,9 +153,11 @@ class Scores:
         An image is hashed by its numbers, dtype and shape.
         """
         hashed = hashlib.sha256()
-        for part in (self.identity.encode(), prompt.encode(),
-                     json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
-                     *(() if base is None else _content(base)), *(() if fps is None else (f"fps {fps:g}".encode(),))):
+        parts = [self.identity.encode(), prompt.encode(), json.dumps(metadata, sort_keys=True, default=str).encode(),
+                 *_content(output)]
+        parts += [] if base is None else _content(base)
+        parts += [] if fps is None else [f"fps {fps:g}".encode()]
+        for part in parts:
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
 

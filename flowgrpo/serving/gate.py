@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from flowgrpo.escaped import one_line
 from flowgrpo.loopback import NAMES, host_name
@@ -64,27 +63,14 @@ def names(host: str) -> frozenset[str]:
     return frozenset(name.lower() for name in (*NAMES, host, socket.gethostname()))
 
 
-def is_address(name: str) -> bool:
-    """True for an IP address, which no name server can make another's."""
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(address: str) -> bool:
-    """True for an IP address that other machines do not reach."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def is_allowed_host(header: str, accepted: frozenset[str]) -> bool:
-    """True if a Host header has one of the names, or an IP address."""
+    """True if a Host header has one of the names, or an IP address, which no name server can make another's."""
     name = host_name(header)
-    return name in accepted or is_address(name)
+    with contextlib.suppress(ValueError):
+        return name in accepted or ipaddress.ip_address(name) is not None
+    return False
 
 
-T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 DRAINED = 4  # up to so many times the limit of a request is read and dropped, so that its sender sees the refusal
@@ -151,7 +137,7 @@ class Gate:
     async def drop(self, receive: Receive) -> None:
         """Read and drop the body of a request that is refused, up to a multiple of the limit."""
         with contextlib.suppress(Refused):
-            await self._unless_stopped(self._read(receive, bytearray(), keep=False), self._bounds.read)
+            await self._unless_stopped(self._read(receive, bytearray(), keep=False))
 
     @asynccontextmanager
     async def body(self, receive: Receive, announced: str = "") -> AsyncIterator[bytearray]:
@@ -165,7 +151,7 @@ class Gate:
         self._readers += 1
         try:
             try:
-                await self._unless_stopped(self._read(receive, content), self._bounds.read)
+                await self._unless_stopped(self._read(receive, content))
             finally:
                 self._readers -= 1
             yield content
@@ -216,9 +202,9 @@ class Gate:
             if not acquiring.cancel():
                 self._turn.release()
 
-    async def _unless_stopped(self, reading: Any, seconds: float) -> None:
-        """Await `reading` for so many seconds. Raises Refused if it takes longer, or if the server stops before."""
-        task = asyncio.ensure_future(reading)
+    async def _unless_stopped(self, reading: Any) -> None:
+        """Await the reading of a body. Raises Refused if it takes too long, or if the server stops before."""
+        task, seconds = asyncio.ensure_future(reading), self._bounds.read
         try:
             await asyncio.wait({task, self._stop()}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -232,25 +218,3 @@ class Gate:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `call` in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            set_it(value)
-
-    def work() -> None:
-        settled: tuple[Callable[[Any], None], Any]
-        try:
-            settled = future.set_result, call()
-        except Exception as error:
-            settled = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-            loop.call_soon_threadsafe(settle, *settled)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future

@@ -6,13 +6,17 @@ Only serving imports this module: it needs the extra `server`.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +24,7 @@ from urllib.parse import quote
 import uvicorn
 
 from flowgrpo.data.open_image import refuse_opening
+from flowgrpo.distributed.signals import complete
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
@@ -28,18 +33,8 @@ from flowgrpo.rewards.reward import about, is_privileged
 from flowgrpo.rewards.score import columns
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
-from flowgrpo.serving.gate import (
-    KIND,
-    Bounds,
-    Gate,
-    Metrics,
-    Receive,
-    Refused,
-    in_thread,
-    is_allowed_host,
-    is_loopback,
-    names,
-)
+from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, is_allowed_host, names
+from flowgrpo.trust import is_here
 
 JSON = "application/json"
 log = logging.getLogger("uvicorn.error")
@@ -67,14 +62,21 @@ class Application:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        kind, later, unread = JSON, None, False
+        kind, status, later, unread = JSON, 500, None, False
+        began, counted = time.monotonic(), scope["method"] == "POST"
+        self.metrics.in_flight += counted
         try:
-            if scope["method"] == "POST":
-                status, content = 200, await self._answer_and_count(scope["path"], headers, receive)
+            if counted:
+                content = await self._scores(scope["path"], headers, receive)
             else:
-                status, (kind, content) = 200, self._fact(scope["method"], scope["path"], headers)
+                kind, content = self._fact(scope["method"], scope["path"], headers)
+            status = 200
         except Refused as error:
             status, content, later, unread = error.status, _json({"error": str(error)}), error.later, error.unread
+        finally:
+            self.metrics.in_flight -= counted
+            if counted:
+                self.metrics.add(status, time.monotonic() - began)
         fields = {"content-type": kind, "content-length": str(len(content)), "cache-control": "no-store",
                   "x-content-type-options": "nosniff"} | ({"retry-after": str(later)} if later else {}) | (
                       {"connection": "close"} if unread else {})
@@ -98,22 +100,8 @@ class Application:
         self.gate.require_running()
         return JSON, _json({"status": "ok"})
 
-    async def _answer_and_count(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
-        """Answer of a POST request, which the metrics count."""
-        began, status = time.monotonic(), 500
-        self.metrics.in_flight += 1
-        try:
-            content = await self._scores(path, headers, receive)
-            status = 200
-            return content
-        except Refused as error:
-            status = error.status
-            raise
-        finally:
-            self.metrics.in_flight -= 1
-            self.metrics.add(status, time.monotonic() - began)
-
     async def _scores(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
+        """Answer of a POST request."""
         self._require_allowed(headers)
         if path != f"/{self.info.name}":
             raise Refused(404, f"this server has the reward {self.info.name!r} alone")
@@ -123,7 +111,10 @@ class Application:
             raise Refused(415, f"got the Content-Encoding {coding[:40]!r}, expected none: send the JSON itself")
         self.gate.require_running()
         async with self.gate.body(receive, headers.get("content-length", "")) as body, self.gate.turn(receive):
-            return _json(await in_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits)))
+            scoring: Future[dict[str, Any]] = Future()  # of a thread that does not keep the process from ending
+            call = partial(score_request, self.info.name, self._reward, body, self.info.limits)
+            threading.Thread(target=complete, args=(scoring, call), daemon=True).start()
+            return _json(await asyncio.shield(asyncio.wrap_future(scoring)))
 
     def _require_allowed(self, headers: dict[str, str], open_to_all: bool = False) -> None:
         """Raise Refused for a web page's request, an unknown host name without the token, and a missing token."""
@@ -183,7 +174,7 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
     place = f"[{host}]" if ":" in host else host
     fresh = secrets.token_urlsafe(32) if token is None and is_privileged(reward) else None
     asked = "asks for its token" if token is not None or fresh else \
-        "open to everybody on this machine (no token)" if is_loopback(address[0]) else \
+        "open to everybody on this machine (no token)" if is_here(address[0]) else \
         "open to everybody who reaches this machine (no token: set --token-file)"
     log(f"reward {url_name(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(url_name(name), safe='')}, "
         f"{asked}")
@@ -234,8 +225,3 @@ class Server(uvicorn.Server):
                 if now - waiting[connection] > self._bounds.read:
                     connection.transport.close()
         self._silent = waiting
-
-
-def application(name: str, reward: RewardFunction, limits: wire.Limits, token: str | None) -> Application:
-    """Server of this machine alone as an ASGI application."""
-    return Application(name, reward, limits, token, names("127.0.0.1"))

@@ -18,7 +18,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -226,27 +226,22 @@ class _Budget:
 
 
 def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
-    budget = _Budget(limits)
-    readers: dict[str, Callable[[object, _Budget], Any]] = {"text": _text, "png": _images, "safetensors": _tensor}
-    kinds = {kind for sample in samples for kind in readers if kind in sample}
+    kinds = {kind for sample in samples for kind in ("text", "png", "safetensors") if kind in sample}
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
     [kind] = kinds
-    contents = [readers[kind](sample[kind], budget) for sample in samples]
     if kind == "text":
-        return contents
+        if not all(isinstance(sample["text"], str) for sample in samples):
+            raise ValueError("expected a text under `text`")
+        return [sample["text"] for sample in samples]
     import torch
 
+    budget, read = _Budget(limits), _images if kind == "png" else _tensor
+    contents = [read(sample[kind], budget) for sample in samples]
     if len({output.shape for output in contents}) > 1:
         raise ValueError("expected images or videos of one size")
     outputs = torch.stack(contents)
     return outputs.float() / 255 if kind == "png" else outputs.float()
-
-
-def _text(content: object, _: _Budget) -> str:
-    if not isinstance(content, str):
-        raise ValueError("expected a text under `text`")
-    return content
 
 
 def _images(content: object, budget: _Budget) -> Tensor:

@@ -170,7 +170,7 @@ def test_votes_and_their_certainty():
     scores = f64([[0.95, 0.4, 0.4],  # 0.9 for, 0.2 + 0.2 against: a certain voter outvotes two
                   [0.9, 0.1, 0.1],  # all as certain: the plain majority
                   [1, 1, 0], [0.5, 0.5, 0.5], [0.8, 0.2, NAN], [NAN, NAN, 0.3], [NAN, NAN, NAN]])
-    close(verdicts.votes(scores), [1, 0, 1, 0.5, 0.5, 0, NAN], 1e-12)
+    close(verdicts.Votes([given({})] * 3).combine(scores), [1, 0, 1, 0.5, 0.5, 0, NAN], 1e-12)
     voters = [given({"a": 0.95, "b": 0.1}), given({"a": 0.4, "b": None}), given({"a": 0.4, "b": 0.6})]
     assert values(rewards.find("votes", {"rewards": voters}), "ab") == [1, 0]
     with pytest.raises(UserError, match="a voter scores 2, expected from 0 to 1"):
@@ -179,7 +179,7 @@ def test_votes_and_their_certainty():
 
 def test_flaws_between_right_and_wrong():
     scores = f64([[1, 1], [1, 0.5], [1, 0.4], [0, 1], [0, 0], [1, NAN], [NAN, 1]])
-    close(verdicts.fapo_reward(scores, 1, 0.5), [1, 1, 0, -1, -1, 1, NAN], 1e-12)
+    close(verdicts.Flawed([given({})] * 2).combine(scores), [1, 1, 0, -1, -1, 1, NAN], 1e-12)
     # With the deviation of all 8 (ddof 0) they are +1.73 and -0.71.
     early, late = f64([[0] * 2 + [-1] * 6]), f64([[1] * 5 + [0] * 2 + [-1]])
     for rewards_of, expected, flaw in ((early, 3**0.5, 0), (late, -(0.5**0.5), 5)):

@@ -14,7 +14,7 @@ from flowgrpo.data.pairs import in_place
 from flowgrpo.methods import preset, validate
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.forward_process import Preference
-from flowgrpo.rewards.combine import Harmonic, harmonic
+from flowgrpo.rewards.combine import Harmonic
 from flowgrpo.samplers.kernels import DDIM
 from flowgrpo.samplers.noised_finals import Stratified
 from flowgrpo.samplers.rollout import Part
@@ -47,7 +47,7 @@ NAN = math.nan
     (1.0, 0.8, NAN, 0.8), (0.0, NAN, 0.2, 0.2),  # nor does one that does not apply
 ])
 def test_the_harmonic_reward_by_hand(share, image, text, value):
-    close(harmonic(f64([image]), f64([text]), share), [value])
+    close(Harmonic([red, red], share=share).combine(f64([[image, text]])), [value])
     if 0 < share < 1:  # as released: 1e-8 beside each similarity
         released = 1 / (share / (image + 1e-8) + (1 - share) / (text + 1e-8))
         assert released == pytest.approx(value, abs=1e-7)

@@ -9,9 +9,7 @@ from flowgrpo import rewards
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Change, Clip, RewardRule, Threshold
-from flowgrpo.contrib import verdicts
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import combine
 from flowgrpo.rewards.compose import apply_transform, log
 from flowgrpo.text.rewards import majority
 from tests.helpers import loop, tiny_text
@@ -25,6 +23,11 @@ def same(found: torch.Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(found, f64(expected), rtol=0, atol=1e-12, equal_nan=True)
 
 
+def combined(name: str, scores: torch.Tensor, **args) -> torch.Tensor:
+    """What a reward makes of its parts' scores [B, R]."""
+    return rewards.find(name, {"rewards": [RED] * scores.shape[1]} | args).combine(scores)
+
+
 # --- pure ------------------------------------------------------------------------------------------------------------
 def test_tiers_and_gates():
     scores = f64([[1, 1, 0.8],  # all counts
@@ -36,39 +39,43 @@ def test_tiers_and_gates():
                   [1, NAN, 0.8],
                   [0.4, NAN, 0.8],
                   [NAN, NAN, NAN]])
-    same(combine.tiered_sum(scores, [0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
-    same(combine.tiered_sum(scores, [0.5, 1], [1, 10, 100]), [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
-    passed = combine.tiered_sum(f64([[1, 0.2], [1, 0.7]]), [1])
-    failed = combine.tiered_sum(f64([[0, 0.2], [0, 0.7]]), [1])
+    same(combined("tiered", scores, thresholds=[0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
+    same(combined("tiered", scores, thresholds=[0.5, 1], weights=[1, 10, 100]),
+         [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
+    passed = combined("tiered", f64([[1, 0.2], [1, 0.7]]), thresholds=[1])
+    failed = combined("tiered", f64([[0, 0.2], [0, 0.7]]), thresholds=[1])
     assert passed[0] < passed[1] and failed[0] == failed[1] < passed[0]
     scores = f64([[1, 0.3, 7], [0.9, 0.3, 7], [1, 0.2, 7], [1, 0.3, -7], [NAN, 0.3, 7], [1, NAN, 7], [1, 0.3, NAN],
                   [0, 0, -7]])
-    same(combine.gate(scores, [1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
+    same(combined("gated", scores, thresholds=[1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
 
 
 def test_abstentions_checklists_and_the_harmonic_mean():
-    same(verdicts.ternary(f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN]), 0.8, 0.2), [1, 1, 0, 0, 0, -1, -1, 0])
+    found = combined("ternary", f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN])[:, None], right=0.8, wrong=0.2)
+    same(found, [1, 1, 0, 0, 0, -1, -1, 0])
     # Among a group that abstains or is wrong, abstaining is the better one; a binary reward has both at 0.
-    abstains, wrong = verdicts.ternary(f64([NAN, 0]), 1, 0).tolist()
+    abstains, wrong = combined("ternary", f64([[NAN], [0]]), right=1, wrong=0).tolist()
     assert abstains > wrong
     scores = f64([[1, 1, 0.5, 1], [1, 0, 0.5, 0], [1, NAN, 0.4, NAN], [0, 0, 0, 0], [NAN] * 4])
-    same(verdicts.checklist(scores, [1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
+    same(combined("checklist", scores, thresholds=[1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
     # 1 / (0.3 / 0.8 + 0.7 / 0.2) = 1 / 3.875, below the arithmetic 0.3 * 0.8 + 0.7 * 0.2 = 0.38.
-    image, text = f64([0.8, 0.5, 1, 0, 0.5, -0.1, NAN]), f64([0.2, 0.5, 1, 0.9, 0, 0.5, 0.5])
-    same(combine.harmonic(image, text, 0.3), [1 / 3.875, 0.5, 1, 0, 0, 0, NAN])
-    same(combine.harmonic(image[:3], text[:3], 1), [0.8, 0.5, 1])
-    same(combine.harmonic(image[:3], text[:3], 0), [0.2, 0.5, 1])
+    both = f64([[0.8, 0.2], [0.5, 0.5], [1, 1], [0, 0.9], [0.5, 0], [-0.1, 0.5], [NAN, 0.5]])
+    same(combined("harmonic", both, share=0.3), [1 / 3.875, 0.5, 1, 0, 0, 0, NAN])
+    same(combined("harmonic", both[:3], share=1), [0.8, 0.5, 1])
+    same(combined("harmonic", both[:3], share=0), [0.2, 0.5, 1])
 
 
 @pytest.mark.parametrize("false_positive, false_negative", [(0.1, 0.3), (0, 0.4), (0.25, 0), (0, 0), (0.45, 0.5)])
 def test_the_corrected_verdict_is_right_in_the_mean(false_positive, false_negative):
-    passed, failed = verdicts.correct_verdict(f64([1, 0]), false_positive, false_negative).tolist()
+    passed, failed = combined("corrected", f64([[1], [0]]), false_positive=false_positive,
+                              false_negative=false_negative).tolist()
     assert (1 - false_negative) * passed + false_negative * failed == pytest.approx(1, abs=1e-12)
     assert false_positive * passed + (1 - false_positive) * failed == pytest.approx(0, abs=1e-12)
 
 
 def test_verdicts_majorities_and_notation():
-    close(verdicts.correct_verdict(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
+    close(combined("corrected", f64([[1], [0], [0.5]]), false_positive=0.1, false_negative=0.3),
+          [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
     half = math.log(2)
     assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
         [1, 0, 1 - half / math.log(4), 1])

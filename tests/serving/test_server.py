@@ -38,7 +38,8 @@ from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import Places, Unanswered, side_by_side
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN, Remote, addresses, token
-from flowgrpo.serving.server import application, url_name
+from flowgrpo.serving.gate import names
+from flowgrpo.serving.server import Application, url_name
 from flowgrpo.serving.wire import Limits, TooLarge
 from flowgrpo.types import Completion
 from tests.helpers.refusals import message, only_line
@@ -74,7 +75,7 @@ def running(app, port: int = 0):
 @contextmanager
 def serving(reward, name: str = "mine", limits: Limits = Limits(), token: str | None = None):
     """Our server -> the reward's URL."""
-    with running(application(name, reward, limits, token)) as root:
+    with running(Application(name, reward, limits, token, names("127.0.0.1"))) as root:
         yield f"{root}/{name}"
 
 

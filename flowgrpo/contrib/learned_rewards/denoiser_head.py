@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,19 +51,15 @@ def record_states(modules: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """Context manager: yield, for each module and each tensor that it returns, the pooled states of its calls."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
-    def hook(number: int) -> Any:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            given = output if isinstance(output, tuple) else (output,)
-            for place, states in enumerate(given):
-                if isinstance(states, Tensor) and states.ndim > 2:
-                    seen.setdefault((number, place), []).append(pool(states))
-
-        return look
+    def look(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        for place, states in enumerate(output if isinstance(output, tuple) else (output,)):
+            if isinstance(states, Tensor) and states.ndim > 2:
+                seen.setdefault((number, place), []).append(pool(states))
 
     rows: list[list[Tensor]] = []
     with ExitStack() as stack:
         for number, module in enumerate(modules):
-            stack.callback(module.register_forward_hook(hook(number)).remove)
+            stack.callback(module.register_forward_hook(partial(look, number)).remove)
         yield rows
     rows += [seen[key] for key in sorted(seen)]
 

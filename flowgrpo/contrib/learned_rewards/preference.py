@@ -93,8 +93,7 @@ class Preference(LocalModel):
 
     def __post_init__(self) -> None:
         known = Description.read(Path(self.folder))
-        for name, value in (("known", known), ("chosen", _weights(self.folder, known, self.aspect, self.weights))):
-            object.__setattr__(self, name, value)
+        vars(self).update(known=known, chosen=_weights(self.folder, known, self.aspect, self.weights))
         super().__post_init__()
 
     @property
@@ -176,19 +175,17 @@ def save(folder: Path, network: Network, known: Description) -> None:
 def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Network:
     """Load the network of a folder. Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
-        if known.network["kind"] == "film":
-            network: Network = build_film(folder, len(known.aspects), known.network["size"])
-        elif known.network["kind"] == "language":
-            frozen = known.network["frozen"]
-            network = on_model(known.network["model"], len(known.aspects), True) if frozen else \
-                build_text_head(folder, len(known.aspects))
-        elif known.network["kind"] == DENOISER:
-            policy = frozen_policy(known.network["model"], known.network["call"], device)
-            network = DenoiserHead(policy, known.network["width"], known.network.get("evidence", False),
-                                   known.network.get("sees"))
+        facts, count = known.network, len(known.aspects)
+        if facts["kind"] == "film":
+            network: Network = build_film(folder, count, facts["size"])
+        elif facts["kind"] == "language":
+            network = on_model(facts["model"], count, True) if facts["frozen"] else build_text_head(folder, count)
+        elif facts["kind"] == DENOISER:
+            policy = frozen_policy(facts["model"], facts["call"], device)
+            network = DenoiserHead(policy, facts["width"], facts.get("evidence", False), facts.get("sees"))
         else:
-            clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
-            network = ClipHead(clip, len(known.aspects))
+            clip = ClipScore(facts["model"], facts["pretrained"], device=device, dtype=dtype)
+            network = ClipHead(clip, count)
         state, _ = tensors_of(folder / WEIGHTS)
     fill(str(folder), network, state, str(folder / WEIGHTS))
     return network.eval().requires_grad_(False).to(device)

@@ -25,6 +25,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import SelfAnswers
+from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.rollouts.data_losses import DataLosses, Example, condition_prompt, seed_of
 from flowgrpo.starter import lattice, scenes
@@ -106,8 +107,7 @@ def as_processor_images(pictures: Tensor) -> list[Any]:
     """Images [B,3,H,W] in [0, 1] as images that processors read."""
     from PIL import Image
 
-    return [Image.fromarray(np.ascontiguousarray(image)) for image in
-            pictures.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()]
+    return [Image.fromarray(image) for image in eight_bit(pictures)]
 
 
 def encode_questions(reader: Any, asked: Sequence[Asked], images: Sequence[Any]) -> Any:

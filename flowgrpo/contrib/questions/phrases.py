@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -32,7 +33,6 @@ class Phrases:
 
     model: str = "en_core_web_sm"
     key: str = "noun_phrases"
-    _loaded: list[Any] = field(init=False, repr=False, default_factory=list)
 
     def noun_phrases(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
         """Raises UserError for metadata that are no list of texts, and without spaCy."""
@@ -51,17 +51,16 @@ class Phrases:
             return str(metadata["without_adjectives"])
         return " ".join(token.text for token in self._read(prompt) if token.pos_ != "ADJ")
 
-    def _read(self, prompt: str) -> Any:
-        if not self._loaded:
-            try:
-                import spacy
+    @cached_property
+    def _read(self) -> Any:
+        try:
+            import spacy
 
-                self._loaded.append(spacy.load(self.model))
-            except (ImportError, OSError) as error:
-                reason = " ".join(str(error).split())[:100]
-                raise UserError(f"reward 't2i_compbench': no spaCy model {self.model} ({reason}): {INSTALL}; or give "
-                                f"each prompt the metadata {self.key}: [...]") from None
-        return self._loaded[0](prompt)
+            return spacy.load(self.model)
+        except (ImportError, OSError) as error:
+            reason = " ".join(str(error).split())[:100]
+            raise UserError(f"reward 't2i_compbench': no spaCy model {self.model} ({reason}): {INSTALL}; or give "
+                            f"each prompt the metadata {self.key}: [...]") from None
 
 
 def relation(prompt: str) -> str | None:

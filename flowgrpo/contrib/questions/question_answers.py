@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.contrib.criteria import CachedWriter
 from flowgrpo.contrib.learned_rewards.preference import Description, Preference
-from flowgrpo.contrib.questions.questions import NUMBERS, Question, Writer, of_list, of_prompt
+from flowgrpo.contrib.questions.questions import NUMBERS, Question, of_list, of_prompt, writer
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About, built_in
 from flowgrpo.rewards.failures import Failed
@@ -54,8 +55,7 @@ class ByFolder:
             raise UserError(f"reward 'question_answers': {self.folder!r} scores {', '.join(names)}, expected a network "
                             "whose aspects are answers, yes and no among them: a reward from preferences answers no "
                             "questions")
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "model", Preference(self.folder, **self.arguments))
+        vars(self).update(names=names, model=Preference(self.folder, **self.arguments))
 
     def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
         """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of an image's row and its question."""
@@ -126,7 +126,7 @@ class QuestionAnswers:
     device: str | None = None
     batch_size: int | None = None
     _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
-    _writer: Writer | None = field(init=False, repr=False)
+    _writer: CachedWriter[Question] | None = field(init=False, repr=False)
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -140,9 +140,8 @@ class QuestionAnswers:
                             "yes-or-no questions")
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
-        writer = None if self.writer is None else Writer(self.writer, self.file)
-        for name, value in (("_model", self._answering()), ("_writer", writer)):
-            object.__setattr__(self, name, value)
+        vars(self).update(_model=self._answering(),
+                          _writer=None if self.writer is None else writer(self.writer, self.file))
 
     @property
     def privileged(self) -> bool:

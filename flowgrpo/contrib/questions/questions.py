@@ -14,8 +14,6 @@ from flowgrpo.contrib.criteria import CachedWriter
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.parse import conclusion, declines, objects
 from flowgrpo.starter.scenes import SHAPES, Claims, parse
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -97,21 +95,17 @@ def of_clauses(metadata: dict[str, Any]) -> list[Question]:
 
 
 def _is_there(noun: str, answer: str) -> Question:
-    return Question(f"Is there {article(noun)} {noun} in the picture?", answer)
+    return Question(f"Is there {'an' if noun[:1] in 'aeiou' else 'a'} {noun} in the picture?", answer)
 
 
 def _how_many(noun: str, count: int) -> Question:
-    return Question(f"How many {plural(noun)} are in the picture?", number(count),
-                    tuple(number(other) for other in range(count + 3)))
+    return Question(f"How many {plural(noun)} are in the picture?", number(count), tuple(map(number, range(count + 3))))
 
 
 def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
                clauses: dict[str, list[dict[str, Any]]]) -> list[Question]:
     noun, count = clause["class"], clause.get("count", 1)
-    if count == 1:
-        questions = [_is_there(noun, "yes")]
-    else:
-        questions = [_how_many(noun, count)]
+    questions = [_is_there(noun, "yes") if count == 1 else _how_many(noun, count)]
     verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
     if clause.get("color"):
         choices = tuple(dict.fromkeys((*NAMES, clause["color"])))
@@ -157,33 +151,6 @@ def number(count: int) -> str:
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
 
-def article(noun: str) -> str:
-    """Indefinite article of a noun, by its first letter."""
-    return "an" if noun[:1] in "aeiou" else "a"
-
-
-class Writer(CachedWriter[Question]):
+def writer(endpoint: dict[str, Any], file: str | None = None) -> CachedWriter[Question]:
     """Language model that writes questions for prompts, once per prompt."""
-
-    noun = "questions"
-
-    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER) -> None:
-        super().__init__(endpoint, file, template)
-
-    def read(self, entries: object) -> list[Question]:
-        return of_list(entries)
-
-    def parse(self, answer: Answer) -> list[Question]:
-        """Valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
-        if answer.refused or answer.cut or declines(answer.text):
-            return []
-        questions: list[Question] = []
-        for entry in objects(conclusion(answer.text)):
-            try:
-                questions += of_list([entry])
-            except UserError:  # another object
-                continue
-        return questions
-
-    def plain(self, entry: Question) -> Any:
-        return asdict(entry)
+    return CachedWriter(endpoint, file, WRITER, "questions", of_list, asdict)

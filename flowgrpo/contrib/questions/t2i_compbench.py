@@ -23,14 +23,14 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, load_detector
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, model_arguments
+from flowgrpo.rewards.local_model import ImageModel, LocalModel, load_pretrained, model_arguments
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 35  # tokens of a question
 
 
 @dataclass(frozen=True)
-class BlipVqa(LocalModel):
+class BlipVqa(ImageModel):
     """Probability of "yes" against "no" as the answer to a question about an image.
 
     model, revision: a BLIP of transformers for questions, a folder or hub id. size: pixels of a side, to which images
@@ -52,11 +52,7 @@ class BlipVqa(LocalModel):
                            dtype=self.float_type),
                 load_pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
 
-    def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
-        """Probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
-        return self.score_batches(self._probabilities, images, questions)
-
-    def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:
+    def _scores(self, images: Tensor, questions: list[str]) -> Tensor:
         model, tokenizer = self.models
         pictures = Preparation(self.size, "squash")(images.to(self.device)).to(model.dtype)
         seen = model.vision_model(pixel_values=pictures, interpolate_pos_encoding=True).last_hidden_state
@@ -94,7 +90,7 @@ class Owl(LocalModel):
     def _load(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
-        return load_detector(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
+        return load_detector(self, "owl", Owlv2ForObjectDetection, Owlv2Processor)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
@@ -189,8 +185,7 @@ class T2ICompBench:
             "vqa": lambda: BlipVqa(**given | self.vqa), "detector": lambda: self._detector(given),
             "clip": lambda: CompBenchClip(**given | self.clip)}
         models = {name: make[name]() for name in MODELS.get(self.dimension or "complex", make)}
-        for name, value in (("phrases", Phrases(self.spacy)), ("_models", models)):
-            object.__setattr__(self, name, value)
+        vars(self).update(phrases=Phrases(self.spacy), _models=models)
 
     @property
     def made_of(self) -> list[Detector]:
@@ -270,14 +265,13 @@ class T2ICompBench:
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if its
     metadata's `action` is true."""
-    if dimension in ATTRIBUTES:
-        return ("attributes",)
     if dimension == "complex":
         if relation(prompt) is None:
             return "attributes", "actions"
         return ("attributes", "spatial", "actions") if metadata.get("action") else ("attributes", "spatial")
-    by_name = {"spatial": ("spatial",), "numeracy": ("numeracy",), "non_spatial": ("actions",)}
-    return by_name.get(dimension or "", ())
+    by_name = dict.fromkeys(ATTRIBUTES, "attributes") | {
+        "spatial": "spatial", "numeracy": "numeracy", "non_spatial": "actions"}
+    return (by_name[dimension],) if dimension in by_name else ()
 
 
 def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:

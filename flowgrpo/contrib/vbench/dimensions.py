@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize
+from torchvision.transforms.functional import normalize as normalize_pixels
 
 from flowgrpo import trust
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
-from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, eight_bit
+from flowgrpo.rewards.preprocessing import Preparation, eight_bit
 
 SIZE = 224  # pixels of the shorter side
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
@@ -105,7 +106,8 @@ class SubjectConsistency(_Consistency):
     reward, parameters, network = "subject_consistency", 86.4e6, "ViTModel"
 
     def _features(self, frames: Tensor) -> Tensor:
-        frames = _normalise(interpolate(frames, _sides(frames), mode="bilinear"), *IMAGENET)
+        sides = Preparation(SIZE).sides(*frames.shape[-2:])
+        frames = normalize_pixels(interpolate(frames, sides, mode="bilinear") / 255, *IMAGENET)
         states = self.models[0](pixel_values=frames.to(self.float_type), interpolate_pos_encoding=True)
         return states.last_hidden_state[:, 0]
 
@@ -124,23 +126,8 @@ class BackgroundConsistency(_Consistency):
     reward, parameters, network = "background_consistency", 87.8e6, "CLIPVisionModelWithProjection"
 
     def _features(self, frames: Tensor) -> Tensor:
-        frames = interpolate(frames, _sides(frames), mode="bicubic")
-        top, left = (round((side - SIZE) / 2) for side in frames.shape[-2:])
-        frames = frames[..., top:top + SIZE, left:left + SIZE]
-        frames = _normalise(frames, MEAN, DEVIATION).to(self.float_type)
-        return self.models[0](pixel_values=frames).image_embeds
-
-
-def _sides(frames: Tensor) -> tuple[int, int]:
-    """Height and width whose shorter one is SIZE, as torchvision's resizing does."""
-    height, width = frames.shape[-2:]
-    short = min(height, width)
-    return int(SIZE * height / short), int(SIZE * width / short)
-
-
-def _normalise(frames: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    low, spread = (torch.tensor(values, device=frames.device)[:, None, None] for values in (mean, deviation))
-    return (frames / 255 - low) / spread
+        frames = Preparation(SIZE, scaling="unfiltered")(frames / 255)
+        return self.models[0](pixel_values=frames.to(self.float_type)).image_embeds
 
 
 # Dimensions for any prompt, and those that judge facts of the prompt: its objects, colours, scene or style.
@@ -186,7 +173,7 @@ class VBench:
         import_optional("cv2", "video", "reward 'vbench'")
         if self.python is not None:
             trust.require(Path(self.python).resolve(), "reward 'vbench'", self.python)
-        object.__setattr__(self, "python", self.python or sys.executable)
+        vars(self)["python"] = self.python or sys.executable
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])
         if found.returncode:
             raise UserError(f"reward 'vbench': {self.python} has no package vbench: {INSTALL}, and give args: "

@@ -16,11 +16,10 @@ def main(folder: str) -> None:
     with open(os.path.join(folder, "asked.json")) as file:
         asked = json.load(file)
     dimension = asked["dimension"]
-    rows = [{"prompt_en": video["prompt"], "dimension": [dimension], "auxiliary_info": video["facts"],
-             "video_list": [os.path.join(folder, "videos", name)]} for name, video in asked["videos"].items()]
-    for row in rows:
-        if not row["auxiliary_info"]:
-            del row["auxiliary_info"]
+    rows = [{"prompt_en": video["prompt"], "dimension": [dimension],
+             "video_list": [os.path.join(folder, "videos", name)],
+             **({"auxiliary_info": video["facts"]} if video["facts"] else {})}
+            for name, video in asked["videos"].items()]
     listed = os.path.join(folder, "full_info.json")
     with open(listed, "w") as file:
         json.dump(rows, file)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,44 +71,28 @@ def _hue(channels: np.ndarray, high: np.ndarray, spread: np.ndarray) -> np.ndarr
 TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
 
 
-class ColourClip(ClipCosine):
-    """CLIP model of `ClipColours`; its errors name the reward."""
-
-    reward = "geneval"
-
-
 @dataclass(frozen=True)
-class ClipColours:
+class ClipColours(ClipCosine):
     """Colours of detections in an image, one of GenEval's ten each, by CLIP.
 
     model, pretrained, parts: as in `ClipScore`. dtype (fp32), device and batch_size (32 objects): as in `LocalModel`.
     Raises UserError if open_clip or the weights are missing.
     """
 
-    model: str = "ViT-L-14-quickgelu"
-    pretrained: str = "openai"
-    dtype: str = "fp32"
-    device: str | None = None
-    batch_size: int = 32
-    parts: Any = field(default=None, repr=False)
-    clip: ColourClip = field(init=False, repr=False)
     _texts: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)  # by label: [10, D]
-
-    def __post_init__(self) -> None:
-        clip = ColourClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
-                          batch_size=self.batch_size, parts=self.parts)
-        object.__setattr__(self, "clip", clip)
+    reward = "geneval"
 
     @torch.no_grad()
-    def __call__(self, image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
+    def __call__(self, image: np.ndarray, objects: Sequence[Detection],  # type: ignore[override]  # not of a batch
+                 label: str) -> list[str | None]:
         if label not in self._texts:
-            model, tokenizer = self.clip.models
+            model, tokenizer = self.models
             texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]
-            embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True).float().cpu()
+            embedded = model.encode_text(tokenizer(texts).to(self.device), normalize=True).float().cpu()
             means = embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1)
             self._texts[label] = normalize(means, dim=-1)
-        images = torch.cat([self.clip.prepare(cut(image, one).to(self.clip.device)) for one in objects])
-        shown = torch.cat([self.clip.encode_images(some).float().cpu() for some in images.split(self.batch_size)])
+        images = torch.cat([self.prepare(cut(image, one).to(self.device)) for one in objects])
+        shown = torch.cat([self.encode_images(some).float().cpu() for some in images.split(self.batch_size)])
         return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
 
 

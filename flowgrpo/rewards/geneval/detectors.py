@@ -24,7 +24,7 @@ from torch.nn.functional import interpolate
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.local_model import LocalModel, loading
 from flowgrpo.rewards.preprocessing import eight_bit
-from flowgrpo.rewards.remote.exchange import announce
+from flowgrpo.rewards.remote.exchange import announce, is_address
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
 parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
@@ -37,7 +37,6 @@ ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "comput
            "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
-ADDRESSES = ("http://", "https://")
 MOST = 100  # detections of an image
 
 
@@ -59,20 +58,20 @@ def canonical_label(label: str) -> str:
     return ALIASES.get(label, label)
 
 
-def load_detector(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
-             ) -> tuple[Any, Any]:
+def load_detector(it: Any, name: str, network: Any, processor: Any) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
-    name: of the detector in a recipe. model: a folder or hub id. Raises UserError if they are unavailable."""
-    with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
-                 model):
-        options = {"revision": revision, "trust_remote_code": False}
-        return (network.from_pretrained(model, dtype=detector.float_type, **options),
-                processor.from_pretrained(model, **options))
+    it: the detector, with `model`, a folder or hub id, and `revision`. name: its own in a recipe.
+    Raises UserError if they are unavailable."""
+    with loading(f"detector {name}: {it.model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
+                 it.model):
+        options = {"revision": it.revision, "trust_remote_code": False}
+        return (network.from_pretrained(it.model, dtype=it.float_type, **options),
+                processor.from_pretrained(it.model, **options))
 
 
 def in_process(name: str) -> bool:
     """True for the name of a detector that is a `LocalModel`."""
-    return not (name.startswith(ADDRESSES) or ".py:" in name)
+    return not (is_address(name) or ".py:" in name)
 
 
 def detector(name: str, **arguments: Any) -> Detector:
@@ -80,7 +79,7 @@ def detector(name: str, **arguments: Any) -> Detector:
 
     Raises UserError for one that does not exist or lacks its package.
     """
-    if name.startswith(ADDRESSES):
+    if is_address(name):
         return Remote(name)
     if ".py:" in name:
         from flowgrpo.user_code import load
@@ -118,7 +117,7 @@ class Torchvision(LocalModel):
                                 f"{', '.join(list_models(detection))}), mask2former, a .onnx file, an http "
                                 "address or path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
-            object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
+            vars(self)["categories"] = tuple(weights.meta["categories"])
         super().__post_init__()
 
     def _load(self) -> tuple[Any]:
@@ -226,8 +225,7 @@ class Mask2Former(LocalModel):
     def _load(self) -> tuple[Any, Any]:
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-        return load_detector(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
-                             AutoImageProcessor)
+        return load_detector(self, "mask2former", Mask2FormerForUniversalSegmentation, AutoImageProcessor)
 
     @property
     def labels(self) -> tuple[str, ...]:

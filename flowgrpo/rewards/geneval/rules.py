@@ -189,9 +189,9 @@ class GenEval:
                 raise UserError(f"reward {self.reward!r}: colours is {self.colours!r} and clip {self.clip}, expected "
                                 f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
             namer: Namer = by_pixels if self.colours == "pixels" else ClipColours(**given | self.clip)
-            object.__setattr__(self, "colours", namer)
+            vars(self)["colours"] = namer
         if isinstance(self.detector, str):
-            object.__setattr__(self, "detector", detector(self.detector, **given if local else {}))
+            vars(self)["detector"] = detector(self.detector, **given if local else {})
 
     @property
     def made_of(self) -> list[str | Detector]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import itertools
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from flowgrpo import trust
@@ -78,7 +77,7 @@ class Later(Unanswered):
 class _Place:
     url: str
     busy: int = 0  # open requests
-    turn: int = 0  # the number of its last request
+    used: float = 0.0  # time of its last request
     rests_until: float = 0.0
 
 
@@ -87,16 +86,15 @@ class Places:
     then is used only if all of them rest."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
+        self._places, self._lock = [_Place(url) for url in urls], threading.Lock()
 
     @contextmanager
     def turn(self) -> Iterator[str]:
         """Context manager: the next URL; one in whose turn `Unanswered` is raised then rests."""
         with self._lock:
             now = time.monotonic()
-            place = min(self._places, key=lambda candidate: (max(candidate.rests_until - now, 0), candidate.busy,
-                                                             candidate.turn))
-            place.busy, place.turn = place.busy + 1, next(self._turns)
+            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.used))
+            place.busy, place.used = place.busy + 1, now
         try:
             yield place.url
             place.rests_until = 0.0
@@ -315,20 +313,20 @@ def seconds(after: str) -> float:
     return max(wait, 0.0) if math.isfinite(wait) else 0.0
 
 
-def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
-    """Call `call` on every part, up to `lanes` at the same time; return the results in order, or raise the first error.
+def side_by_side(call: Callable[[U], T], items: Sequence[U], lanes: int) -> list[T]:
+    """Call `call` on every item, up to `lanes` at the same time; return the results in order, or raise the first error.
     Unlike an executor's, these threads do not keep the run from ending."""
-    lanes = min(lanes, len(parts))
+    lanes = min(lanes, len(items))
     if lanes <= 1:
-        return [call(part) for part in parts]
-    results: dict[int, T] = {}
+        return list(map(call, items))
+    results: list[Any] = [None] * len(items)
     errors: list[BaseException] = []
 
     def lane(first: int) -> None:
-        for i in range(first, len(parts), lanes):
+        for i in range(first, len(items), lanes):
             try:
                 if not errors:
-                    results[i] = call(parts[i])
+                    results[i] = call(items[i])
             except BaseException as error:
                 errors.append(error)
 
@@ -339,4 +337,4 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
         thread.join()
     if errors:
         raise errors[0]
-    return [results[i] for i in range(len(parts))]
+    return results

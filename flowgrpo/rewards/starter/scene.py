@@ -129,11 +129,6 @@ def read(image: Tensor | np.ndarray) -> Reading:
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
-def detect(image: Tensor | np.ndarray) -> list[Detected]:
-    """All blobs of an image [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
-    return list(read(image).objects)
-
-
 def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
     pixels = torch.as_tensor(images).detach().to("cpu", torch.float32)
     if pixels.shape[1:] != (3, SIZE, SIZE):

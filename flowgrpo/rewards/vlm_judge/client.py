@@ -93,10 +93,10 @@ class Endpoint:
     wait: float = 1.0
     privileged = True  # spends the user's key
     sends = ("prompts",)  # what requests hold, in words
-    _served: dict[str, list[tuple[str, str]]] = field(init=False, repr=False)
-    _dialects: dict[str, dict[str, str | None]] = field(init=False, repr=False)
+    _served: dict[str, list[tuple[str, str]]] = field(init=False, repr=False, default_factory=dict)
+    _dialects: dict[str, dict[str, str | None]] = field(init=False, repr=False, default_factory=dict)
+    _lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     _given: frozenset[str] = field(init=False, repr=False)
-    _lock: threading.Lock = field(init=False, repr=False)
     _service: Service = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,24 +105,20 @@ class Endpoint:
                             f"{self.retries}, wait {self.wait}: expected 1 or more, above 0, and the others 0 or more")
         as_json(WHO, "extra, temperature or max_tokens", [self.extra, self.temperature, self.max_tokens])
         key, urls = environment_key(WHO, self.key_env), addresses(self.url, f"{WHO}: url", "http://host:port/v1")
-        self._set(_served={}, _dialects={}, _given=frozenset(self.extra), _lock=threading.Lock(), _service=Service(
+        vars(self).update(_given=frozenset(self.extra), _service=Service(
             WHO, [url.removesuffix("/chat/completions") for url in urls], self.timeout, self.retries, self.wait,
             {"Authorization": f"Bearer {key.value}"} if key else {}, connections=self.concurrency, sent=self.sends,
             key=key))
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def ask(self, messages: Callable[[int], list[dict[str, Any]]], count: int) -> list[Answer]:
         """Answers to `messages(0)` to `messages(count - 1)`, in order, with `concurrency` requests at a time."""
 
-        def one(part: range) -> Answer:
-            body = {"messages": messages(part.start), "temperature": self.temperature, "max_tokens": self.max_tokens}
+        def one(number: int) -> Answer:
+            body = {"messages": messages(number), "temperature": self.temperature, "max_tokens": self.max_tokens}
             body = {key: value for key, value in (body | self.extra).items() if value is not None}
             return self._service.try_urls(partial(self._attempt, body=body))
 
-        return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
+        return side_by_side(one, range(count), self.concurrency)
 
     def _attempt(self, url: str, body: dict[str, Any]) -> Answer:
         """A URL's answer. Own keys that it refuses are sent as it takes them, once each."""
@@ -217,7 +213,10 @@ def answer(body: bytes) -> Answer:
         if not text and reason != "length":
             text = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
         refused = bool(message.get("refusal")) or reason == "content_filter"
-        return Answer(text, refused, reason == "length", _tokens(choice.get("logprobs")))
+        tokens = (choice.get("logprobs") or {}).get("content") or ()
+        return Answer(text, refused, reason == "length", tuple(  # alternatives that differ only in spaces stay separate
+            (token["token"], {other["token"]: float(other["logprob"]) for other in token["top_logprobs"]})
+            for token in tokens if token.get("top_logprobs")))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         said = _error(body)["message"] if isinstance(error, KeyError) and body.strip() != b"{}" else ""
         raise ValueError(f"no chat completion ({said[:300] or f'{type(error).__name__}: {error}'})") from None
@@ -256,13 +255,6 @@ def _parse_stream(body: bytes) -> dict[str, Any]:
     if not (ended or reason):
         raise ValueError("the stream of events ends within the answer")
     return {"message": message, "finish_reason": reason, "logprobs": {"content": tokens}}
-
-
-def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
-    """Tokens with their alternatives; alternatives that differ only in spaces stay separate."""
-    content = (logprobs or {}).get("content") or ()
-    return tuple((token["token"], {other["token"]: float(other["logprob"]) for other in token["top_logprobs"]})
-                 for token in content if token.get("top_logprobs"))
 
 
 def _models(body: bytes) -> list[tuple[str, str]]:

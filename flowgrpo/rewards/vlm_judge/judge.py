@@ -71,32 +71,14 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
     return "", []
 
 
-def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message; none without
-    a source in its metadata `entry`. Raises UserError for an unreadable file."""
-    key, paths = sources(entry)
-    if paths:
-        require_open()
-    parts: list[dict[str, Any]] = []
-    for number, path in enumerate(paths, 1):
-        try:
-            urls = _urls(path, Path(path).stat().st_mtime_ns, key == "video", frames, longest, encoding)
-        except (OSError, UserError) as error:
-            raise UserError(f"a judge: the source under metadata.{key} cannot be shown ({error})") from None
-        parts += [text_part(f"Source {number}:" if len(paths) > 1 else "Source:"), *map(image_part, urls)]
-    return parts
-
-
 @functools.lru_cache(maxsize=KEPT)
 def _urls(path: str, modified: int, video: bool, frames: int, longest: int, encoding: str) -> tuple[str, ...]:
     """A source's images as data URLs. modified: of the file, which a changed one differs in."""
     from flowgrpo.data.images import Clip, frame_count, read_image
     from flowgrpo.rewards.preprocessing import tensor_of
 
-    images = [read_image(path)] if not video else []
-    if video:
-        clip = Clip.open(path, frame_count(path)).frames
-        images = [clip[at] for at in frame_index(len(clip), frames)]
+    shown = Clip.open(path, frame_count(path)).frames if video else [read_image(path)]
+    images = [shown[at] for at in frame_index(len(shown), frames)]
     return tuple(data_url(tensor_of(picture), longest, encoding) for picture in images)
 
 
@@ -136,30 +118,26 @@ class Asking(Endpoint):
                 question = Path(question).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"a judge's template {question} cannot be read ({type(error).__name__})") from None
-        self._set(_question=question)
+        vars(self)["_question"] = question
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
         """`read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
-        replies = self.ask(lambda i: self._messages(question(i)), count)
-        values: list[Any] = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
-        for row, reply in enumerate(replies):
-            if values[row] is None:
-                why = "declined" if reply.refused else "was cut off at max_tokens" if reply.cut else \
-                    "gave no answer in the form"
-                values[row] = Failed(f"a judge {why}: {one_line(reply.text[-200:])!r}")
+        values: list[float | Failed] = []
+        for i, reply in enumerate(self.ask(lambda i: self._messages(question(i)), count)):
+            value = None if reply.refused else read(reply, i)
+            why = "declined" if reply.refused else "was cut off at max_tokens" if reply.cut else \
+                "gave no answer in the form"
+            values.append(Failed(f"a judge {why}: {one_line(reply.text[-200:])!r}") if value is None else value)
         return values
 
     def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return user(parts)
 
-    def _question_for(self, modality: str) -> str:
-        return self._questions.get(modality, self._question)
-
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:
         """A value per output, shown before the question, after its source where that is shown."""
-        asked = self._question_for(modality_of(outputs))
+        asked = self._questions.get(modality_of(outputs), self._question)
 
         def question(row: int) -> list[dict[str, Any]]:
             return [*self._message_parts(outputs, metadata, row), text_part(fill_template(asked, prompt=prompts[row]))]
@@ -167,9 +145,20 @@ class Asking(Endpoint):
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
     def _source(self, metadata: Sequence[dict[str, Any]], row: int) -> list[dict[str, Any]]:
-        if "source" not in self.show or not metadata:
-            return []
-        return source_parts(metadata[row], self.frames, self.longest, self.encoding)
+        """Labelled source images of a prompt, or frames of its source video, as parts of a message; none without a
+        source in its metadata. Raises UserError for an unreadable file."""
+        key, paths = sources(metadata[row]) if "source" in self.show and metadata else ("", [])
+        if paths:
+            require_open()
+        parts: list[dict[str, Any]] = []
+        for number, path in enumerate(paths, 1):
+            try:
+                urls = _urls(path, Path(path).stat().st_mtime_ns, key == "video", self.frames, self.longest,
+                             self.encoding)
+            except (OSError, UserError) as error:
+                raise UserError(f"a judge: the source under metadata.{key} cannot be shown ({error})") from None
+            parts += [text_part(f"Source {number}:" if len(paths) > 1 else "Source:"), *map(image_part, urls)]
+        return parts
 
     def _message_parts(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]],
                        row: int) -> list[dict[str, Any]]:
@@ -201,7 +190,7 @@ class Judge(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(_parser=parser(self.parse, self.scale))
+        vars(self)["_parser"] = parser(self.parse, self.scale)
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
@@ -231,13 +220,14 @@ class JudgePairs(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(_parser=verdict_parser(self.parse), pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
+        vars(self).update(_parser=verdict_parser(self.parse),
+                          pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
 
     def __call__(self, first: Tensor | Sequence[str], second: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         """B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         modality = modality_of(first)
-        asked = self._question_for(modality)
+        asked = self._questions.get(modality, self._question)
 
         def question(row: int) -> list[dict[str, Any]]:
             sides = [[*self._label(modality, i), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]

@@ -45,7 +45,8 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
 
     def parse_score(text: str) -> float | None:
         value = None if declines(text) else read(text, limits or low_high)
-        if value is None or not math.isfinite(value) or not _within(value, limits) or not _within(value, low_high):
+        if value is None or not math.isfinite(value) or not all(
+                known is None or known[0] <= value <= known[1] for known in (limits, low_high)):
             return None
         return value if low_high is None else (value - low_high[0]) / (low_high[1] - low_high[0])
 
@@ -105,10 +106,6 @@ def _range(values: Any, source: str) -> Range:
     return float(values[0]), float(values[1])
 
 
-def _within(value: float, known: Range | None) -> bool:
-    return known is None or known[0] <= value <= known[1]
-
-
 def _read_score(text: str, known: Range | None) -> float | None:
     """Score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line."""
     if (value := _read_key(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
@@ -131,8 +128,7 @@ def _mark(number: str, whole: str | None, known: Range | None) -> float | None:
 def _read_key(text: str, keys: Sequence[str], known: Range | None) -> float | None:
     every = list(objects(text))
     for key in keys:
-        values = [record[key] for record in every if key in record]
-        if values:
+        if values := [record[key] for record in every if key in record]:
             return _number(values[-1], known)
     return None
 

@@ -43,8 +43,8 @@ class UnifiedReward(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(_parsers={kind: parser(self.parse or marks, self.scale) for kind, marks in MARKS.items()},
-                  _questions={} if self.template else texts("unified_reward", "template"))
+        vars(self).update(_parsers={kind: parser(self.parse or marks, self.scale) for kind, marks in MARKS.items()},
+                          _questions={} if self.template else texts("unified_reward", "template"))
 
     def __call__(self, outputs: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
@@ -67,7 +67,7 @@ class UnifiedRewardPairs(JudgePairs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(_questions={} if self.template else texts("unified_reward_pairs", "template"))
+        vars(self)["_questions"] = {} if self.template else texts("unified_reward_pairs", "template")
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
         return [] if modality == "image" and self._questions else super()._label(modality, number)
@@ -97,7 +97,7 @@ class DeQA(Asking):
             options = {"logprobs": True, "top_logprobs": self.alternatives}
         if self.begun:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
-        self._set(extra=options | self.extra)
+        vars(self)["extra"] = options | self.extra
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:

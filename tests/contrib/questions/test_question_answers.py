@@ -8,7 +8,7 @@ import torch
 
 from flowgrpo.contrib.questions.caption_answers import CaptionAnswers
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers, find_choice
-from flowgrpo.contrib.questions.questions import Question, Writer, of_claims, of_clauses, of_list, plural
+from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, plural, writer
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
@@ -83,9 +83,9 @@ def test_what_is_no_question_is_refused(entries):
     (f"<think>{{}}</think>Here: {json.dumps(SAID)} {{\"question\": 1}} {{broken", 1), ("None.", 0), ("", 0),
     ("I'm sorry, but I can't help with that. " + json.dumps(SAID), 0)])
 def test_the_proper_questions_of_a_models_answer_are_read(text, count):
-    writer = Writer({})
-    assert writer.parse(Answer(text)) == [TWO] * count
-    assert writer.parse(Answer(text, cut=True)) == writer.parse(Answer(text, refused=True)) == []
+    parse = writer({}).parse
+    assert parse(Answer(text)) == [TWO] * count
+    assert parse(Answer(text, cut=True)) == parse(Answer(text, refused=True)) == []
 
 
 @pytest.mark.parametrize("text, choice", [

@@ -9,7 +9,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from flowgrpo.rewards import find, require_gradient, score
-from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
+from flowgrpo.rewards.starter.scene import _read_once, read, scene, scene_graded
 from flowgrpo.rewards.starter.scene_soft import (
     foreground,
     gradients,
@@ -115,7 +115,7 @@ def test_another_scenes_caption_earns_less_than_one_wrong_fact(drawn):
 def test_objects_are_read_largest_first():
     for shape in SHAPES:
         for colour in COLOURS:
-            (found,) = detect(draw((shape, colour, (30.3, 34.8), 11.0)))
+            (found,) = read(draw((shape, colour, (30.3, 34.8), 11.0))).objects
             assert (found.shape, found.colour) == (shape, colour)
             contrast = np.linalg.norm(0.96 - np.array(COLOURS[colour]))
             standing_out = np.count_nonzero(coverage(shape, 11.0, (30.3, 34.8)) > 0.45 / contrast)
@@ -123,8 +123,8 @@ def test_objects_are_read_largest_first():
             rise = 0.22 * 11 if shape == "triangle" else 0  # its centroid lies below the centre it is drawn at
             assert found.centre == pytest.approx((30.3, 34.8 + rise), abs=0.15)
             assert np.sort(found.shapes)[-2] < 0.2 and np.sort(found.colours)[-2] == 0
-    found = detect(draw(("square", "red", LEFT, 7.0), ("square", "blue", RIGHT, 12.0),
-                        ("star", "green", (32, 54), 7.0)))
+    found = read(draw(("square", "red", LEFT, 7.0), ("square", "blue", RIGHT, 12.0),
+                      ("star", "green", (32, 54), 7.0))).objects
     assert [(f.shape, f.colour) for f in found] == [("square", "blue"), ("square", "red"), ("star", "green")]
 
 
@@ -192,7 +192,7 @@ def test_counts_and_extra_objects():
         strict, graded = both(draw(("ring", "red", LEFT), extra), "a ring")
         assert strict == 0 and graded < 0.85
     picture = draw(("ring", "red", LEFT), ("star", (0.85, 0.85, 0.85), RIGHT))
-    assert len(detect(picture)) == 1
+    assert len(read(picture).objects) == 1
     assert both(picture, "a ring")[0] == 0
     assert both(picture, "a ring and a star")[0] == 0
 
@@ -200,7 +200,7 @@ def test_counts_and_extra_objects():
 def test_shapes_and_stripes_that_are_no_object():
     for colours in (("red", "red"), ("red", "blue")):
         merged = draw(("circle", colours[0], (24, 32)), ("circle", colours[1], (39, 32)))
-        (found,) = detect(merged)
+        (found,) = read(merged).objects
         assert found.shape is None
         assert both(merged, "two circles")[1] < 0.2
         assert both(merged, "a circle and a square")[1] < 0.2
@@ -211,7 +211,7 @@ def test_shapes_and_stripes_that_are_no_object():
     for channel in range(3):
         picture[:, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.96
         picture[channel, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.0
-    stripes = detect(picture)[0]
+    stripes = read(picture).objects[0]
     assert (stripes.shape, stripes.colour, stripes.area) == (None, None, 18 * 18)
     assert both(picture, "a ring")[1] == pytest.approx(0.5)
     assert both(picture, "a ring and a square")[1] == pytest.approx(0.5)
@@ -220,12 +220,12 @@ def test_shapes_and_stripes_that_are_no_object():
 def test_paints_that_are_no_colour():
     picture = draw(("circle", "red", (32, 32), 12.0))
     picture[:, :, 32:] = draw(("circle", "blue", (32, 32), 12.0))[:, :, 32:]
-    (found,) = detect(picture)
+    (found,) = read(picture).objects
     assert found.shape is None and found.colour is None
     assert both(picture, "a circle")[1] < 0.2
     for paint in ((0.5, 0.5, 0.5), (0.1, 0.8, 0.85), (1.0, 0.5, 0.6)):
         picture = draw(("square", paint, (32, 32)))
-        (found,) = detect(picture)
+        (found,) = read(picture).objects
         assert (found.shape, found.colour) == ("square", None)
         strict, graded = both(picture, "a square")
         assert strict == 0 and graded < 0.8
