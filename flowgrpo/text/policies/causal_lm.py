@@ -94,7 +94,6 @@ class CausalLM:
 
     @property
     def body(self) -> Any:
-        """The part of the model that makes states of its inputs."""
         return self.body_of(self.model)
 
     @property
@@ -262,7 +261,7 @@ class CausalLM:
         temperatures = decoding.temperatures(ids)
         heat = None if temperatures is None else temperatures[kept]
         with self._arithmetic():
-            if self.text.shared_prefix and len(unique) < len(of) and self.shares(tokenized):
+            if self.text.shared_prefix and len(unique) < len(of) and not self.reason_not_shared(tokenized):
                 hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
             else:
                 hidden = self._whole(tokenized.rows(prompts), ids)
@@ -360,10 +359,6 @@ class CausalLM:
             self.evaluations = before
         return self._head_alone
 
-    def shares(self, tokenized: TokenizedPrompts) -> bool:
-        """True if a replay may read completions behind a prompt's cache."""
-        return not self.reason_not_shared(tokenized)
-
     def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
         """The reason why a replay reads a prompt once for each of its completions; empty if they share its cache."""
         return RECOMPUTED if self.checkpointing else self._reason_apart(tokenized)
@@ -378,17 +373,14 @@ class CausalLM:
     def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> str:
         """Try one prompt, and twice the tokens `text` behind it; return the reason of a failure."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
-        head = self.head
-        try:
-            with self._arithmetic():
-                shared = head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache
-            return f"its cache cannot be shared ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        finally:
-            self.evaluations = before
         with self._arithmetic():
-            whole = head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
-        self.evaluations = before
+            whole = self.head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
+            try:
+                shared = self.head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache
+                return f"its cache cannot be shared ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+            finally:
+                self.evaluations = before
         apart, most = relative_error(shared, whole), CLOSE if self.dtype == torch.float32 else CLOSE_IN_HALF
         return "" if apart <= most else (f"logits behind a shared prompt differ by {apart:.1e} of their spread, "
                                          f"expected at most {most:g}")
@@ -418,15 +410,12 @@ class CausalLM:
         """Load another model of this kind, and its tokenizer."""
         return text_weights.load_causal_lm(model, self.precision)
 
-    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
         half = self.dtype != torch.float32
         lower = torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext()
-        if self.device.type != "cuda":
-            return lower
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_cudnn_attention(self.device))
-            stack.enter_context(lower)
-            return stack.pop_all()
+        with without_cudnn_attention(self.device), lower:
+            yield
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:

@@ -19,8 +19,7 @@ from torch import Tensor
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
-from flowgrpo.text.policies.text_weights import load_causal_lm
-from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
+from flowgrpo.text.policies.vision_lm import VisionLM, language_layers, template_inputs
 from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap, wide
@@ -89,8 +88,7 @@ class ImageLM(CausalLM):
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, *, guidance: float = 1.0,
                  shown: float = 1.0, conditional: bool = False, answers: bool = False, **options: Any):
-        require_grid(model)
-        self.begin, blank = tokens_of(model)
+        self.grid, self.begin, blank = grid_of(model)
         for name, scale in (("train.guidance", guidance), ("eval.guidance", shown)):
             if not 1 <= scale < math.inf:
                 raise UserError(f"{name} is {scale:g}, but image tokens are generated with 1, which is none, or "
@@ -99,7 +97,6 @@ class ImageLM(CausalLM):
             layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
                       and f".{HEAD}." in f".{name}"]
             adapter = adapter.model_copy(update={"targets": [*language_layers(model), *layers]})
-        self.grid = model.config.vision_config.num_image_tokens
         super().__init__(model, processor.tokenizer, adapter, text.model_copy(update={"max_tokens": self.grid}),
                          **options)
         self.padding = model.generation_config.pad_token_id = blank
@@ -129,14 +126,10 @@ class ImageLM(CausalLM):
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """The function from states [n,H] of prompts, or [n,2H] of both halves, to logits [n,K] of image tokens."""
-        return self._logits
-
-    def _logits(self, states: Tensor) -> Tensor:
         head = getattr(self.model.model, HEAD)
         if self.halves == 1:
-            return head(states)
-        own, other = states.chunk(2, -1)
-        return guide_logits(head(own), head(other), self.guidance)
+            return head
+        return lambda states: guide_logits(*map(head, states.chunk(2, -1)), self.guidance)
 
     @property
     def halves(self) -> int:
@@ -189,20 +182,13 @@ class ImageLM(CausalLM):
         kept = (ids == self.begin) | (ids == self.model.generation_config.bos_token_id)
         return ids.masked_fill(~kept, self.padding)
 
-    @torch.no_grad()
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor) -> SampledImages:
-        """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens."""
-        return self._sample(tokenized, decoding, generators, greedy, self.guidance)
-
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
         """Images [B,3,H,W] for evaluation, at `text.eval_temperature`.
         drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`."""
         _, guidance = drawn or (0, self.shown)
         warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
-        with torch.no_grad():
-            return self._sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
+        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
 
     def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> Tensor:
@@ -210,10 +196,14 @@ class ImageLM(CausalLM):
         return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
                                                      for each in generators]))
 
-    def _sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-                greedy: Tensor, guidance: float) -> SampledImages:
+    @torch.no_grad()
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor, guidance: float | None = None) -> SampledImages:
+        """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens.
+        guidance: None: that of the rollout."""
         from transformers import LogitsProcessorList, StaticCache
 
+        guidance = self.guidance if guidance is None else guidance
         draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
         ids, mask = self._pad_left(tokenized)
         with self._arithmetic():
@@ -305,9 +295,7 @@ class ImageLM(CausalLM):
 
     # --- what every policy has ---------------------------------------------------------------------------------------
 
-    def another(self, model: str) -> tuple[Any, Any]:
-        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
-        return body, processor.tokenizer
+    another = VisionLM.another
 
     def answering(self, text: Text) -> VisionLM:
         """A policy of answers about images by the same weights; text: of its completions."""
@@ -321,17 +309,13 @@ class ImageLM(CausalLM):
         return reader
 
 
-def require_grid(model: Any) -> None:
-    """Raise UserError for a model whose grid of image tokens is not its autoencoder's."""
-    config = model.config
-    grid, side = config.vision_config.num_image_tokens, config.vq_config.num_patches
+def grid_of(model: Any) -> tuple[int, int, int]:
+    """The number of an image's tokens, and those that begin an image and that stand for a left out text.
+    Raises UserError if one is unknown, and for a grid that is not the autoencoder's."""
+    grid, side = model.config.vision_config.num_image_tokens, model.config.vq_config.num_patches
     if grid != side ** 2:
         raise UserError(f"{type(model).__name__} generates {grid} image tokens (vision_config.num_image_tokens), but "
                         f"its autoencoder decodes {side} x {side}: expected one grid, of the model's config.json")
-
-
-def tokens_of(model: Any) -> tuple[int, int]:
-    """The tokens that begin an image and that stand for a left out text. Raises UserError if one is unknown."""
     config = model.generation_config
     known = {"generation_kwargs.boi_token_id": (getattr(config, "generation_kwargs", None) or {}).get("boi_token_id"),
              "pad_token_id": config.pad_token_id, "bos_token_id": config.bos_token_id}
@@ -339,4 +323,4 @@ def tokens_of(model: Any) -> tuple[int, int]:
         raise UserError(f"the model's generation_config.json has no {name}, which {type(model).__name__} generates "
                         "images by: add it")
     begin, blank, _ = known.values()
-    return begin, blank
+    return grid, begin, blank

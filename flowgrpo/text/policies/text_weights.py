@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -143,53 +143,29 @@ def cache_name(decoder: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
 
 
-class Taught(Protocol):
-    """Language policy whose model can be replaced, with the results of its trials."""
-
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    _head_alone: bool | None
-    _apart: str | None
-
-    def another(self, model: str) -> tuple[Any, Any]:
-        """Load another model of its kind, and its tokenizer."""
-
-    def body_of(self, model: Any) -> Any:
-        """The part of a model that makes states."""
-
-    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the tokens of a forward."""
-
-
 class Teachers:
     """Teachers of a policy by name, a directory or a hub id, each loaded at its first use.
 
-    policy: its `another(name)` loads a model of its kind, with its tokenizer.
+    policy: a `CausalLM`, whose `another(name)` loads a model of its kind, with its tokenizer.
     """
 
-    def __init__(self, policy: Taught):
+    def __init__(self, policy: Any):
         self.policy = policy
-        self.known: dict[str, tuple[Any, bool | None, str | None]] = {}
+        self.known: dict[str, dict[str, Any]] = {}  # the policy's fields with each teacher
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Context manager: the teacher is the policy's model.
         Raises UserError if it does not load or has another tokenizer."""
-        state = self._state()
-        self._set(*self.known.get(name) or (self._load(name), None, None))
+        fields = vars(self.policy)
+        own = {key: fields[key] for key in ("model", "_head_alone", "_apart")}
+        fields |= self.known.get(name) or {"model": self._load(name), "_head_alone": None, "_apart": None}
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.known[name] = self._state()
-            self._set(*state)
-
-    def _state(self) -> tuple[Any, bool | None, str | None]:
-        return self.policy.model, self.policy._head_alone, self.policy._apart
-
-    def _set(self, model: Any, head_alone: bool | None, apart: str | None) -> None:
-        self.policy.model, self.policy._head_alone, self.policy._apart = model, head_alone, apart
+            self.known[name] = {key: fields[key] for key in own}
+            fields |= own
 
     def _load(self, name: str) -> Any:
         model, tokenizer = self.policy.another(name)

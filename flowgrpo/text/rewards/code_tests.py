@@ -137,26 +137,19 @@ def pace_score(share: float, seconds: float, pace: float) -> float:
 def find_json(text: str) -> Any:
     """The JSON of a completion: its last block of code that holds some, or else all text in its <answer> tags or,
     without these, after its thoughts.
-    Raises ValueError if that is not JSON; NaN and infinities are not."""
+    Raises ValueError, or RecursionError, if that is not JSON; NaN and infinities are not."""
     text = strip_thoughts(text)
-    inside = answer_tag(text)
-    text = text if inside is None else inside
+    text = text if (inside := answer_tag(text)) is None else inside
     for block in reversed(code_blocks(text, "", "json")):
         try:
-            return _parse_json(block)
-        except ValueError:
+            return json.loads(block, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             continue
-    return _parse_json(text)
+    return json.loads(text, parse_constant=_refuse)
 
 
-def _parse_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def validator(schema: object) -> Any:

@@ -37,18 +37,27 @@ def pad_rows(rows: Sequence[list[int]], device: Any, padding: int = 0) -> tuple[
             torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device))
 
 
-class TextEncoder(LocalModel):
-    """Reward that embeds texts by a model of transformers; a subclass has `model`, `revision` and `longest`."""
+class TextModel(LocalModel):
+    """Reward by a model of transformers and its tokenizer; a subclass has `model`, and `revision` if it takes one."""
 
     model: str
-    revision: str | None
+    revision: str | None = None
+
+    def _pretrained(self, kind: str, **more: Any) -> tuple[Any, Any]:
+        import transformers
+
+        given = self.model, self.revision, "model"
+        return (load_pretrained(self.reward, getattr(transformers, kind), *given, dtype=self.float_type, **more),
+                load_pretrained(self.reward, transformers.AutoTokenizer, *given))
+
+
+class TextEncoder(TextModel):
+    """Reward that embeds texts by a model of transformers; a subclass has `model` and `longest`."""
+
     longest: int
 
     def _load(self) -> tuple[Any, ...]:
-        from transformers import AutoModel, AutoTokenizer
-
-        network = load_pretrained(self.reward, AutoModel, self.model, self.revision, "model", dtype=self.float_type)
-        return network, load_pretrained(self.reward, AutoTokenizer, self.model, self.revision, "model")
+        return self._pretrained("AutoModel")
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
@@ -290,7 +299,6 @@ class TextScorer(TextEncoder):
     batch_size: int = field(default=32, kw_only=True)
     known: LearnedHeads = field(init=False, repr=False)
     reward = "text_scorer"
-    revision = None
     about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, weights of your own")
 
     def __post_init__(self) -> None:

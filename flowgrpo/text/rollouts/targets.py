@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo import objectives
-from flowgrpo.config.geometry import BatchShape
-from flowgrpo.config.schema import Config
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
@@ -56,15 +54,6 @@ def score_steps(policy: CausalModel, tokenized: TokenizedPrompts, taken: Complet
 Replayed = Iterator[tuple[int, slice, Scored]]
 
 
-class Rollouts(Protocol):
-    """Rollouts of a language model as its targets read them (`completions.TextRollouts`)."""
-
-    config: Config
-    policy: Any  # a `CausalLM` or a `MaskedLM`
-    method: Method
-    geometry: BatchShape
-
-
 class CompletionTokens:
     """Tokens of completions, by their log-probability.
 
@@ -73,9 +62,9 @@ class CompletionTokens:
 
     progress = 0.0
 
-    def __init__(self, rollouts: Rollouts):
-        self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
-        self.rollouts = rollouts
+    def __init__(self, rollouts: Any):  # `completions.TextRollouts`
+        self.policy, self.text, self.rollouts = rollouts.policy, rollouts.config.text, rollouts
+        self.method: Method = rollouts.method
 
     @property
     def micro_batch(self) -> int:

@@ -17,11 +17,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
@@ -31,8 +30,6 @@ from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, con
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented, wide
 
-if TYPE_CHECKING:
-    from flowgrpo.text.samplers.language_model import LanguageModel
 
 @part("draws")
 class Independent:
@@ -41,13 +38,13 @@ class Independent:
     causal = False
     leaves = 1
 
-    def __call__(self, policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
         return sample_rows(policy, tokenized, decoding, generators, greedy, torch.arange(len(generators)), micro_batch)
 
 
-def sample_rows(policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
+def sample_rows(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                 generators: Sequence[torch.Generator], greedy: Tensor, rows: Tensor, micro_batch: int
                 ) -> list[SampledCompletions]:
     """Completions of these rows [n] of the prompts, `micro_batch` at a time."""
@@ -269,11 +266,9 @@ def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes
     begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
     sampled = torch.zeros(len(begun), dtype=torch.bool)
     rests = policy.sample(replace(tokenized, ids=begun, begun=list(prefixes)), decoding, generators, sampled)
-    most = policy.text.max_tokens
-    behind = [(prefix, torch.zeros(len(prefix))) for prefix in prefixes]
-    whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
-             for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
-    ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
+    most, nothing = policy.text.max_tokens, [torch.zeros(len(prefix)) for prefix in prefixes]
+    ids, logp = (torch.stack([torch.cat(both)[:most] for both in zip(first, rest)])
+                 for first, rest in ((prefixes, rests.ids), (nothing, rests.logp)))
     mask, cut = completion_masks(ids, policy.ends)
     texts = policy.detokenize(ids, mask, tokenized.prompts)
     return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, texts)
