@@ -169,8 +169,8 @@ class Hints:
         if drawn.epoch < self.after * drawn.epochs:
             return []
         failed = failing(drawn, self.fail)
-        helped = [(place, self.add_hint(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
-        return [(place, prompt) for place, prompt in helped if prompt is not None]
+        return [(place, prompt) for place in drawn.standing()
+                if failed[place] and (prompt := self.add_hint(drawn.prompts[place]))]
 
     def add_hint(self, prompt: Prompt) -> Prompt | None:
         """The prompt with one more hint; None if none is left."""

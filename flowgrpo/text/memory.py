@@ -41,7 +41,8 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
     rows, together = shape.micro_batch, min(shape.generation_batch, shape.samples)
     evaluations = policy.evaluations
     masked = hasattr(policy, "mask")
-    most, drawn = policy.most(config.text), together * policy.rows_drawn
+    most = policy.grid if isinstance(policy, ImageLM) else config.text.max_tokens
+    drawn = together * policy.rows_drawn
     cache = {} if masked else {"cache": drawn * _at(most, lambda length: _cache(policy, row, length))}
     if isinstance(policy, ImageLM):
         cache["decoder"] = min(together, DECODED) * _decoder(policy)

@@ -44,8 +44,11 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    rows_drawn = 1  # through the model, for each row that is drawn
+    images_refused = "takes no image, but a prompt brings one: leave it out"
+    writes = "completion up to", "lower text.max_tokens, or shorten the prompt"
     fps: float | None = None
-    generators = staticmethod(generators)
+    generators, plain, targets = staticmethod(generators), Decoding(), TARGETS
     quality: Callable[[Tensor], Tensor] | None = None  # as of a `CausalModel`
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
@@ -55,6 +58,7 @@ class CausalLM:
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
+        self.generating: dict[str, Any] = {}  # further arguments of `generate`
         self.ends, self.padding = text_weights.special_tokens(model, tokenizer, text.template)
         if model.dtype != self.dtype:
             raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
@@ -63,7 +67,7 @@ class CausalLM:
         model.to(self.device).eval().requires_grad_(False)
         fuse_text_norms(model, self.device)
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": text_weights.present(model, TARGETS)})
+            adapter = adapter.model_copy(update={"targets": text_weights.present(model, self.targets)})
         self.weights: Any = text_weights.TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         # In fp32 alone: in half precision autocast casts, and a folded LoRA would be rounded away.
         self._foldable = bool(adapter and adapter.rank) and self.dtype == torch.float32 and without_casts(
@@ -104,14 +108,6 @@ class CausalLM:
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         return {"input_ids": ids}
 
-    @property
-    def rows_drawn(self) -> int:
-        """Number of rows through the model for each row that is drawn."""
-        return 1
-
-    def _generate_arguments(self) -> dict[str, Any]:
-        return {}
-
     def columns(self, ids: Tensor) -> Tensor:
         return ids
 
@@ -124,7 +120,7 @@ class CausalLM:
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
         """Tokenize the prompts, in the chat template if configured. Raises UserError for a reference image."""
         if any(image is not None for image in images):
-            raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
+            raise UserError(f"{type(self.model).__name__} {self.images_refused}")
         return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
 
     @property
@@ -163,9 +159,9 @@ class CausalLM:
         for prompt in by_length[:1] + by_length[-4:]:
             length = len(self.encode([prompt]).ids[0])
             if most and length + self.text.max_tokens > most:
-                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
-                                f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
-                                "text.max_tokens, or shorten the prompt")
+                made, cure = self.writes
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its {made} "
+                                f"{self.text.max_tokens}, but the model's context is {most} tokens: {cure}")
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
@@ -182,7 +178,7 @@ class CausalLM:
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
                 self.model, max_new_tokens=most, do_sample=False, logits_processor=LogitsProcessorList([draw]),
-                **inputs, **self._generate_arguments())[:, inputs["input_ids"].shape[1]:]
+                **inputs, **self.generating)[:, inputs["input_ids"].shape[1]:]
         mask, cut = completion_masks(tokens, self.ends)
         texts = self.detokenize(tokens, mask, tokenized.prompts)
         short = 0, most - tokens.shape[1]
@@ -246,10 +242,6 @@ class CausalLM:
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    @property
-    def plain(self) -> Decoding:
-        return Decoding()
-
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
                   decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
         """The score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is false,
@@ -312,10 +304,6 @@ class CausalLM:
     def choices(self) -> int:
         """V, the number of tokens that the head knows."""
         return self.model.get_output_embeddings().weight.shape[0]
-
-    def most(self, text: Text) -> int:
-        """L, the most tokens of a completion under these settings."""
-        return text.max_tokens
 
     def _concatenate(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of the

@@ -138,28 +138,21 @@ class VLLM:
 
 
 def _require(config: Config, policy: CausalLM, processes: int) -> None:
-    adapter, cannot = config.adapter, None
-    if hasattr(policy, "processor"):
-        cannot = "models that read images", "leave text.engine out"
-    elif not 0 < adapter.rank <= RANKS[-1]:
-        cannot = f"adapter.rank {adapter.rank}", f"expected a LoRA of rank 1 to {RANKS[-1]}"
-    elif adapter.dora:
-        cannot = "a DoRA", "set adapter.dora to false"
-    elif config.load.variant is not None:
-        cannot = f"load.variant {config.load.variant!r}", "leave it out"
-    elif processes > 1:
-        cannot = f"{processes} processes", "launch one"
-    if cannot:
-        raise UserError(f"text.engine is vllm, which does not sample for {cannot[0]} here: {cannot[1]}")
+    rank, variant = config.adapter.rank, config.load.variant
+    for what, wrong, cure in (
+            ("models that read images", hasattr(policy, "processor"), "leave text.engine out"),
+            (f"adapter.rank {rank}", not 0 < rank <= RANKS[-1], f"expected a LoRA of rank 1 to {RANKS[-1]}"),
+            ("a DoRA", config.adapter.dora, "set adapter.dora to false"),
+            (f"load.variant {variant!r}", variant is not None, "leave it out"),
+            (f"{processes} processes", processes > 1, "launch one")):
+        if wrong:
+            raise UserError(f"text.engine is vllm, which does not sample for {what} here: {cure}")
 
 
 def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    rows = []
-    for request in requests:
-        [output] = request.outputs
-        tokens = list(output.token_ids)
-        rows.append((tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)]))
-    return rows
+    outputs = [output for request in requests for output in request.outputs]  # one each
+    return [([*output.token_ids], [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)])
+            for output in outputs]
 
 
 def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tuple[Sequence[int], Sequence[float]]]

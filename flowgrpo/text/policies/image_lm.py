@@ -85,6 +85,9 @@ class ImageLM(CausalLM):
     """
 
     process, modality = "image tokens", "image"
+    images_refused = ("generates images from a text only, but a prompt brings an image: leave it out, or train its "
+                      "answers (text.generates: text)")
+    writes = "image", "shorten the prompt"
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, *, guidance: float = 1.0,
                  shown: float = 1.0, conditional: bool = False, answers: bool = False, **options: Any):
@@ -109,6 +112,7 @@ class ImageLM(CausalLM):
                         part.requires_grad_(False)
                 self.weights.hold()
         self.guidance, self.shown, self.conditional = float(guidance), float(shown), conditional
+        self.rows_drawn = 1 if guidance == 1 else 2  # with the prompt and without
         self.exact = self.exact and EXACT * (2 * self.guidance - 1)  # rounding of both halves adds up
         self._head_alone = True
         self.painted: dict[bytes, Tensor] = {}  # images by their tokens, the newest last
@@ -137,10 +141,6 @@ class ImageLM(CausalLM):
         return 1 if self.guidance == 1 or self.conditional else 2
 
     @property
-    def rows_drawn(self) -> int:
-        return 1 if self.guidance == 1 else 2  # with the prompt and without
-
-    @property
     def width(self) -> int:
         return self.halves * super().width
 
@@ -163,14 +163,6 @@ class ImageLM(CausalLM):
         return self.first + torch.arange(min(3, self.choices))
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
-
-    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
-        """Tokenize the prompts, in the chat template if configured, with the token that begins an image behind each.
-        Raises UserError for a reference image."""
-        if any(image is not None for image in images):
-            raise UserError(f"{type(self.model).__name__} generates images from a text only, but a prompt brings an "
-                            "image: leave it out, or train its answers (text.generates: text)")
-        return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
 
     def _tokens(self, prompt: str) -> Tensor:
         if self.text.template is False or not self.processor.chat_template:
@@ -262,18 +254,6 @@ class ImageLM(CausalLM):
 
     def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> Any:
         raise NotImplementedError("image tokens are no text")
-
-    def require_context(self, prompts: Sequence[str]) -> None:
-        """Raise UserError for a prompt that with its image is longer than the model's context."""
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for prompt in sorted(dict.fromkeys(prompts), key=len)[-4:]:
-            length = len(self.encode([prompt]).ids[0])
-            if most and length + self.grid > most:
-                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its image {self.grid}, but the "
-                                f"model's context is {most} tokens: shorten the prompt")
-
-    def most(self, text: Text) -> int:
-        return self.grid
 
     # --- replay ------------------------------------------------------------------------------------------------------
 

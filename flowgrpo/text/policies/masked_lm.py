@@ -22,16 +22,13 @@ from flowgrpo.config.sections import Adapter, Load, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.text.policies import causal_lm
-from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.text_weights import at_revision, present
+from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
+from flowgrpo.text.policies.text_weights import at_revision
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, Traces, wide
 
-# Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
-TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
 SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
 
 
@@ -50,14 +47,12 @@ class MaskedLM(CausalLM):
     """
 
     process = "masks"
+    # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
+    targets = [*TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text,
-                 unmasking: Unmasking = Unmasking(), *, device: str | torch.device = "cpu", precision: str = "fp32",
-                 checkpointing: float = 0.0):
-        if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
-        super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,
-                         checkpointing=checkpointing)
+                 unmasking: Unmasking = Unmasking(), **options: Any):
+        super().__init__(model, tokenizer, adapter, text, **options)
         token = getattr(model.config, "mask_token_id", None)
         self.mask = tokenizer.mask_token_id if token is None else token
         if self.mask is None:
@@ -224,10 +219,6 @@ class MaskedLM(CausalLM):
     def _table(self) -> tuple[str, Tensor]:
         table = self.model.get_input_embeddings().weight
         return next(key for key, parameter in self.model.named_parameters() if parameter is table), table
-
-    def texts(self, ids: Tensor, prompts: Sequence[str]) -> list[Completion]:
-        """The texts of answers ids [b,L] to the prompts [b], each up to its first end."""
-        return self.detokenize(ids, completion_masks(ids, self.ends)[0], prompts)
 
     def vocabulary(self) -> list[str]:
         """The text of every token of the model's vocabulary; "" if the tokenizer has none."""

@@ -81,6 +81,8 @@ class VisionLM(CausalLM):
             self.weights.pipe = processor
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
+        # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
+        self.generating = {"suppress_tokens": self.placeholders or None}
         self._tried = False  # `_reason_apart` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
@@ -130,10 +132,6 @@ class VisionLM(CausalLM):
                                             for size in (0, most[at - 1] - value.shape[at])]) for value in given])
             inputs[name] = joined.to(self.device, self.dtype if joined.is_floating_point() else None)
         return inputs
-
-    def _generate_arguments(self) -> dict[str, Any]:
-        # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
-        return {"suppress_tokens": self.placeholders or None}
 
     def another(self, model: str) -> tuple[Any, Any]:
         body, processor = load_causal_lm(model, self.precision, classes=CLASSES)

@@ -325,26 +325,22 @@ class SvgRender:
                 for text, entry in zip(completions, metadata)]
 
     def _one(self, text: str, path: str) -> float:
+        from torchvision.transforms.functional import resize
+
+        from flowgrpo.rewards.preprocessing import read_tensor
+
         code = svg_of(text)
         if code is None or not sound(code, self.longest):
             return 0.0
         image = render(code, self.size, self.size)
         if image is None:
             return 0.0
-        reference = _reference(path, self.size)
+        require_open()
+        try:
+            reference = resize(read_tensor(path), [self.size, self.size], antialias=True)
+        except UserError as error:
+            raise UserError(f"reward 'svg_render': the reference {error}") from None
         value = similarity(image, reference, self.edges)
         if self.semantic:
             value += self.semantic * (alike(self.features(image[None]), self.features(reference[None])) - value)
         return max(0.0, value - self.brevity * len(code) / self.longest)
-
-
-def _reference(path: str, size: int) -> Tensor:
-    from torchvision.transforms.functional import resize
-
-    from flowgrpo.rewards.preprocessing import read_tensor
-
-    require_open()
-    try:
-        return resize(read_tensor(path), [size, size], antialias=True)
-    except UserError as error:
-        raise UserError(f"reward 'svg_render': the reference {error}") from None

@@ -310,13 +310,15 @@ class Worker:
 
     def _answer(self, seconds: float) -> str | None:
         """The next line; None, and the end of the process, if it has none within the time."""
+        line = ""
         try:
-            if line := self._reader.submit(self._process.stdout.readline).result(seconds):
-                return json.loads(line)
+            line = self._reader.submit(self._process.stdout.readline).result(seconds)
         except TimeoutError:
             pass
-        self._end()
-        return None
+        finally:
+            if not line:
+                self._end()
+        return json.loads(line) if line else None
 
     def _end(self) -> None:
         process, self._process = self._process, None

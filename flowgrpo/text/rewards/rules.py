@@ -108,9 +108,6 @@ def tag_share(text: str, tags: Sequence[str]) -> float:
         len(marks) + 2)
 
 
-NGRAM_UNITS = ("words", "characters")
-
-
 def distinct(text: str, n: int, unit: str = "words") -> float | None:
     """The share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
     unit: words between spaces, in lower case, or characters without spaces."""
@@ -121,7 +118,7 @@ def distinct(text: str, n: int, unit: str = "words") -> float | None:
 
 
 def _require_ngrams(reward: str, n: int, unit: str) -> None:
-    if type(n) is not int or n < 1 or unit not in NGRAM_UNITS:
+    if type(n) is not int or n < 1 or unit not in ("words", "characters"):
         raise UserError(f"reward {reward!r}: n is {n!r} and unit {unit!r}, expected 1 or more, and words or characters")
 
 
@@ -343,9 +340,6 @@ class MultiChoice(Keyed):
         return len(answer & right) / len(right if self.strict else answer | right)
 
 
-METRICS = ("chrf", "bleu")
-
-
 @built_in("translation", "bleu language")
 @dataclass(frozen=True)
 class Translation:
@@ -363,8 +357,8 @@ class Translation:
     keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise UserError(f"reward 'translation': metric is {self.metric!r}, expected {' or '.join(METRICS)}")
+        if self.metric not in ("chrf", "bleu"):
+            raise UserError(f"reward 'translation': metric is {self.metric!r}, expected chrf or bleu")
         import_optional("sacrebleu", "translation", "reward 'translation'")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],

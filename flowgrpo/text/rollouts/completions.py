@@ -27,12 +27,13 @@ from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.targets import TARGETS, score_steps
+from flowgrpo.text.rollouts.targets import CompletionTokens, TraceTokens, score_steps
 from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, rank_answers, with_answers
+from flowgrpo.text.targets import Traces
 
 if TYPE_CHECKING:
     from flowgrpo.methods.targets import TokenRollout
@@ -53,14 +54,13 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
-        self.target = TARGETS[type(method.target)](self)
+        self.target = (TraceTokens if isinstance(method.target, Traces) else CompletionTokens)(self)
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         # [5] of a part: drawn tokens, sums of sampler - trainer, weight and above the cap, and the largest difference
         self.mismatches: list[torch.Tensor] = []
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
-        """Tokenise prompts."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], images=[prompt_inputs(p) for p in batch])
         decoding = self.method.generation.decoding
@@ -93,7 +93,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         kernel = generation.decoding
         self.mismatches = self.mismatches if turn else []
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
-        conditioning = self.rank_answers(conditioning)
+        if self.has_teachers:  # whose answers join a group in the order of how well the policy comprehends them
+            with self.clock("rollout"):
+                conditioning = rank_answers(self.policy, conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for parts in self.drawn_together(len(conditioning.prompts)):
             # Every row has a generator of its own: what else is drawn beside it changes it by rounding alone.
@@ -144,13 +146,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         taken: Any
         [taken] = part.transitions
         return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
-
-    def rank_answers(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
-        """The prompts with teachers' answers in the order in which they join a group."""
-        if not self.has_teachers:
-            return conditioning
-        with self.clock("rollout"):
-            return rank_answers(self.policy, conditioning)
 
     def add_values(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """The part in segments, where its credit needs them: with Monte-Carlo values of the states between them, or
@@ -239,7 +234,6 @@ class EngineRollouts(TextRollouts):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        """Sample as `TextRollouts`, by the engine with the present weights."""
         with self.clock("rollout"):
             self.engine.sync(self.policy)
         yield from super().sample(conditioning, epoch, judge, value, turn)
@@ -261,5 +255,4 @@ class EngineRollouts(TextRollouts):
         return self.add_token_weights(part, trained)
 
     def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
-        """The part with the old scores of its replay; weights come from the engine's alone."""
-        return GroupSampler.rescore(self, part, conditioning)
+        return GroupSampler.rescore(self, part, conditioning)  # weights come from the engine's scores alone

@@ -153,8 +153,9 @@ class RelaxedRollouts(TextRollouts):
             with self.clock("rollout"), torch.no_grad():
                 batches = [self._sample_and_score(part, conditioning, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
-            texts = self.policy.texts(torch.cat([answers.argmax(-1) for answers, _ in batches]),
-                                      [conditioning.prompts[i] for i in prompts])
+            ids = torch.cat([answers.argmax(-1) for answers, _ in batches])
+            texts = self.policy.detokenize(ids, completion_masks(ids, self.policy.ends)[0],
+                                           [conditioning.prompts[i] for i in prompts])
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 

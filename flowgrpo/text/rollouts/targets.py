@@ -14,7 +14,6 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text import targets
 from flowgrpo.text.credit import StepScores, text_steps
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
@@ -129,9 +128,3 @@ class TraceTokens(CompletionTokens):
             yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
                                                  taken.old.mask[rows], kernel, taken.steps[rows], most,
                                                  self.method.reads_entropy)
-
-
-# By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
-TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
-    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens,
-    targets.ImageTokens: CompletionTokens, targets.RecordedCompletions: CompletionTokens}

@@ -9,9 +9,10 @@ Partial rollouts are groups of completions that are drawn a few tokens at a time
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -99,8 +100,7 @@ def continue_groups(policy: CausalModel, tokenized: TokenizedPrompts, groups: Se
     once.
     tokenized: the prompt of each group. version: the number of the present weights. The tokens of a completion are
     those of one uninterrupted draw, if the weights stay the same."""
-    longer = [replace(group, ids=group.ids.clone(), logp=group.logp.clone(), versions=group.versions.clone(),
-                      lengths=group.lengths.clone(), ended=group.ended.clone()) for group in groups]
+    longer = copy.deepcopy([*groups])
     rows = [(place, row) for place, group in enumerate(longer) for row in (~group.ended).nonzero()[:, 0].tolist()]
     text = policy.text
     policy.text = text.model_copy(update={"max_tokens": min(chunk, text.max_tokens)})
@@ -135,8 +135,7 @@ def _draw(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Beg
 
 def complete_groups(policy: CausalModel, prompts: Sequence[str], groups: Sequence[Begun]) -> SampledCompletions:
     """Whole groups, each of its prompt, as one batch of completions, with the stored log-probabilities."""
-    ids, logp = torch.cat([group.ids for group in groups]), torch.cat([group.logp for group in groups])
-    drawn = torch.cat([group.token_mask for group in groups])
+    ids, logp, drawn = (torch.cat([getattr(group, name) for group in groups]) for name in ("ids", "logp", "token_mask"))
     mask, cut = completion_masks(ids, policy.ends)
     mask = mask & drawn
     of = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in range(len(group.ids))]

@@ -62,11 +62,6 @@ def compile_module(file: Path) -> Path:
     return target
 
 
-def command(python: str, file: str, inside: Path, job: Path) -> list[str]:
-    packages = Path(str(import_module("wasmtime").__file__)).parents[1]
-    return [python, "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages), file, str(inside), str(job)]
-
-
 @dataclass(frozen=True)
 class Boundary:
     """Boundary of a kind. wrap: (folder of the job, MiB of files) -> command line. writes: the code has a folder."""
@@ -132,8 +127,10 @@ def nsjail(program: str) -> Boundary:
 
 def wasmtime(program: str) -> Boundary:
     """The boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
-    file, python = str(compile_module(Path(program))), os.path.realpath(sys.executable)
-    return Boundary("wasmtime", lambda job, files: command(python, file, INSIDE, job), writes=False)
+    packages = Path(str(import_module("wasmtime").__file__)).parents[1]
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages),
+               str(compile_module(Path(program))), str(INSIDE)]
+    return Boundary("wasmtime", lambda job, files: [*command, str(job)], writes=False)
 
 
 def nothing() -> Boundary:
@@ -247,43 +244,31 @@ def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 def _process(boundary: Boundary, limits: Limits, given: str, stdin: IO[bytes] | int = subprocess.DEVNULL,
              stdout: IO[bytes] | int = subprocess.PIPE, **job: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager: a process within a boundary, with a folder that has its job; killed at the end."""
-    with tempfile.TemporaryDirectory(prefix="flowgrpo-job-") as folder, _work() as work:
+    work = tempfile.mkdtemp(prefix="flowgrpo-work-")  # an empty one, which the code reaches only without a boundary
+    with tempfile.TemporaryDirectory(prefix="flowgrpo-job-") as folder, ExitStack() as ended:
+        ended.callback(remove, work)
         Path(folder, "in").write_text(given, encoding="utf-8", errors="replace")
         Path(folder, "job.json").write_text(json.dumps(job | {
             "cpu": math.ceil(limits.seconds), "memory": limits.memory * MIB, "files": limits.files * MIB,
             "filter": boundary.kind != "none"}), encoding="utf-8")
-        process = subprocess.Popen(
-            boundary.wrap(Path(folder), limits.files), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=work,
-            env=ENVIRONMENT | {"HOME": work, "TMPDIR": work}, start_new_session=True)
-        try:
-            yield process
-        finally:
-            # With its group; a boundary's first process takes all others along.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-
-
-@contextmanager
-def _work() -> Iterator[str]:
-    """Context manager: an empty working folder, which the code reaches only without a boundary."""
-    folder = tempfile.mkdtemp(prefix="flowgrpo-work-")
-    try:
-        yield folder
-    finally:
-        if os.listdir(folder):
-            remove(folder)
-        else:
-            os.rmdir(folder)
+        with subprocess.Popen(
+                boundary.wrap(Path(folder), limits.files), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=work,
+                env=ENVIRONMENT | {"HOME": work, "TMPDIR": work}, start_new_session=True) as process:
+            try:
+                yield process
+            finally:
+                # With its group; a boundary's first process takes all others along.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def remove(folder: str) -> None:
     """Delete a folder of any depth, whatever its permissions, by programs that neither recurse nor follow links."""
-    subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
-    subprocess.run(["rm", "-rf", folder], check=True)
+    try:
+        os.rmdir(folder)
+    except OSError:  # it is not empty
+        subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
+        subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -> None:
