@@ -22,7 +22,7 @@ from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.policies.weights.forwards import folded, fuse_text_norms, without_casts
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.text.policies import text_weights
-from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, completion_masks, score, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Draw, completion_masks, score, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, opening_tag, wide
 
@@ -110,6 +110,10 @@ class CausalLM:
 
     def columns(self, ids: Tensor) -> Tensor:
         return ids
+
+    def permitted(self, logits: Tensor) -> Tensor:
+        """The logits [...,V], -inf for tokens that no completion holds."""
+        return logits
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:
         """A few tokens [n] that a completion of the first prompt may have, for trials."""
@@ -243,7 +247,7 @@ class CausalLM:
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
+                  decoding: Decoding, entropy: bool | str = False) -> Scored:
         """The score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is false,
         with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
@@ -257,16 +261,16 @@ class CausalLM:
                 hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
             else:
                 hidden = self._whole(tokenized.rows(prompts), ids)
-            if self.head_alone(tokenized):
-                scores = score(hidden[kept], self.head, self.columns(ids[kept]), decoding, entropy=entropy, heat=heat)
-            else:
+            states, head, taken = hidden[kept], self.head, self.columns(ids[kept])
+            if not self.head_alone(tokenized):
                 # The model does more than its head: from its own logits, all held in memory.
                 own = tokenized.rows(prompts)
                 inputs, places = self._concatenate(own, ids)
                 logits = self.model(input_ids=inputs, use_cache=False, **self._beside(own, inputs.shape[1])).logits
                 rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
-                scores = score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding,
-                               entropy=entropy, heat=heat)
+                states, head, taken = logits[rows[kept], places[kept]], torch.nn.Identity(), ids[kept]
+            scores = score(states, lambda states: self.permitted(head(states)), taken, decoding, entropy=entropy,
+                           heat=heat)
         logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
                        for values in (scores.unbind(1) if entropy else [scores]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)

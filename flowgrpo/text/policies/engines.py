@@ -33,7 +33,7 @@ from flowgrpo.storage.places import unfinished
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
-from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding, completion_masks
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap
 
@@ -76,7 +76,6 @@ class Copy:
 
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor) -> SampledCompletions:
-        """As in `CausalLM`, with the copy's log-probabilities."""
         return self.own.sample(tokenized, decoding, generators, greedy)
 
 
@@ -160,14 +159,13 @@ def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tu
     """An engine's completions, (tokens, log-probabilities) of each prompt, as the policy's `SampledCompletions`.
     Tokens behind an end are dropped."""
     most = policy.text.max_tokens
-    ids = torch.full((len(rows), most), policy.padding)
-    logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
-    cut = torch.ones(len(rows), dtype=torch.bool)
+    ids, logp = torch.full((len(rows), most), -1), torch.zeros(len(rows), most)
     for row, (tokens, values) in enumerate(rows):
-        end = next((place for place, token in enumerate(tokens) if token in policy.ends), None)
-        count = min(len(tokens) if end is None else end + 1, most)
+        count = min(len(tokens), most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
-        mask[row, :count], cut[row] = True, end is None or end >= most
+    mask, cut = completion_masks(ids, policy.ends)
+    mask &= ids >= 0
+    ids, logp = ids.masked_fill(~mask, policy.padding), logp.masked_fill(~mask, 0.0)
     return SampledCompletions(ids, logp, mask, cut, policy.detokenize(ids, mask, prompts))
 
 

@@ -91,7 +91,7 @@ class MaskedLM(CausalLM):
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
             with self._arithmetic():
-                logits = self._suppress_mask(self._logits(prompts, ids)[:, first:end])
+                logits = self.permitted(self._logits(prompts, ids)[:, first:end])
             at = unmasking.choose(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
             chosen = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
             log_probs, at = unmasking(chosen), at + first
@@ -163,7 +163,7 @@ class MaskedLM(CausalLM):
                entropy: bool | str) -> Tensor:
         """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
-            return score(self._logits(prompts, answers)[row, place], self._suppress_mask, ids, unmasking,
+            return score(self._logits(prompts, answers)[row, place], self.permitted, ids, unmasking,
                          entropy=entropy)
 
     def another(self, model: str) -> tuple[Any, Any]:
@@ -214,7 +214,7 @@ class MaskedLM(CausalLM):
         with self._arithmetic():
             logits = functional_call(self.model, held, (), {"inputs_embeds": inputs}).logits
         assert logits.shape[2] == x.shape[2], (logits.shape, x.shape)
-        return self._suppress_mask(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
+        return self.permitted(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
 
     def _table(self) -> tuple[str, Tensor]:
         table = self.model.get_input_embeddings().weight
@@ -232,7 +232,7 @@ class MaskedLM(CausalLM):
         self.evaluations += inputs.numel()
         return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
 
-    def _suppress_mask(self, logits: Tensor) -> Tensor:
+    def permitted(self, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
     def _together(self, tokenized: TokenizedPrompts, rows: Tensor) -> Tensor:

@@ -20,9 +20,7 @@ from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
-from flowgrpo.text.samplers.decoding import TokenDistribution
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
-from flowgrpo.types import Scored
 
 CLASSES = "AutoModelForImageTextToText", "AutoProcessor"  # of transformers, which load a model and its processor
 # Configuration keys of the placeholder tokens of an image, a video or a sound.
@@ -43,20 +41,6 @@ class Shown(TokenizedPrompts):
     def rows(self, index: Tensor) -> Shown:
         return Shown(*([values[i] for i in index.tolist()] for values in
                        (self.prompts, self.ids, self.by_token, self.images)))
-
-
-@dataclass(frozen=True, eq=False)
-class Permitted:
-    """Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
-
-    decoding: TokenDistribution
-    barred: Tensor
-
-    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        return self.decoding(logits.index_fill(-1, self.barred, -torch.inf), taken)
-
-    def temperatures(self, ids: Tensor) -> Tensor | None:
-        return self.decoding.temperatures(ids)
 
 
 class VisionLM(CausalLM):
@@ -139,10 +123,9 @@ class VisionLM(CausalLM):
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
+    def permitted(self, logits: Tensor) -> Tensor:
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
-        return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)
+        return logits.index_fill(-1, barred, -torch.inf)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""

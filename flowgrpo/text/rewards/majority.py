@@ -1,8 +1,5 @@
 """Rewards by majorities of a group's answers: agreement with them, and labels that a run makes or mends from them.
 
-    reward: {majority: {args: {score: share, certainty: 0.1}}}
-    reward: {pseudo_labels: {args: {similarity: 0.9}}}
-
 `majority` needs no answer key: it trains on prompts alone. `pseudo_labels` and `refined_labels` are for prompts of
 which some have no label, or a wrong one. They remember the epochs before in the memory of the run (`Context.memory`),
 which its checkpoints keep, and need one process.

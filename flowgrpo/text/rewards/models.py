@@ -1,7 +1,5 @@
 """Rewards that read a causal language model, the policy or another one: likelihood of a reference answer (DRO), depth
 of reasoning (GRPO-R), and reward models with a scalar head.
-
-reward: {reference_likelihood: {args: {before: "<answer>"}, transform: [rank]}}
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Image rewards of rewritten prompts: a frozen pipeline draws from a completion, and rewards score it for the prompt.
 
-    reward: {pictured: {args: {pipeline: PIPELINE, rewards: [pickscore], images: 2}}}
-
 It trains a prompt enhancer: a language model that rewrites prompts, with the pipeline as its environment (EPO).
 """
 

@@ -86,13 +86,7 @@ class BranchingLookahead:
 
 @dataclass(frozen=True)
 class Branch:
-    """Candidate branch.
-
-    parent: number of the completion that it leaves.
-    place: token index where it leaves.
-    token: the token it takes there.
-    logp: its log-probability.
-    """
+    """Candidate branch: it leaves the completion `parent` at the token index `place` by another token."""
 
     parent: int
     place: int
