@@ -11,7 +11,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.text.rewards.answer_keys import LICENCE, Keyed, final_answer, keys, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Keyed, Metadata, Texts, final_answer, keys, strip_thoughts
 
 Box = tuple[float, float, float, float]
 _N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
@@ -86,8 +86,7 @@ class BoxFormat:
     key: str = "size"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         sizes = keys("box_format", metadata, self.key, prompts, _size)
         scores = []
         for text, size in zip(completions, sizes):

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.remote.exchange import side_by_side
-from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, answer_tag, code_blocks, keys, strip_thoughts
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, run
 
@@ -98,8 +97,7 @@ class CodeRun:
                             "`flowgrpo reward serve code_run`")
         object.__setattr__(self, "boundary", choose(self.accept_risk))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
         jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
 
@@ -209,8 +207,7 @@ class JsonSchema:
             shown = one_line(repr(self.schema)[:120])
             raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         checks = ([self.checked] * len(prompts) if self.checked is not None else
                   keys("json_schema", metadata, self.key, prompts, validator))
         return [None if check is None else self._one(text, check) for text, check in zip(completions, checks)]
@@ -319,8 +316,7 @@ class SvgRender:
 
             object.__setattr__(self, "features", extractor(self.features))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         return [None if self.key not in entry else self._one(text, entry[self.key])
                 for text, entry in zip(completions, metadata)]
 

@@ -20,7 +20,7 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.guards import distances
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
-from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, several, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, final_answer, keys, several, strip_thoughts
 from flowgrpo.text.rewards.rules import normalise
 
 
@@ -100,8 +100,7 @@ class SemanticSimilarity(TextEncoder):
                             "expected args: {model: FOLDER}, and longest from 1")
         super().__post_init__()
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
         answers = [final_answer(text) or strip_thoughts(text).strip() for text in completions]
         texts = sorted({*answers, *(text for accepted in references for text in accepted or ())})
@@ -150,8 +149,7 @@ class TextDiversity:
 
             object.__setattr__(self, "features", load(self.features))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float]:
         if callable(self.features):
             features: Tensor = torch.as_tensor(self.features(completions))
             return distances(features.reshape(len(features) // group, group, -1)).flatten().tolist()
@@ -186,8 +184,7 @@ class ReferenceBand:
             raise UserError(f"reward 'reference_band': `deviation` is {self.deviation}, bonus {self.bonus} and ngram "
                             f"{self.ngram}, expected 0 to below 1, 0 or more, and 1 or more")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float | None]:
         references = keys("reference_band", metadata, self.key, prompts, several)
         apart = [score for at in range(0, len(completions), group)
                  for score in lexical(completions[at:at + group], self.ngram)]
@@ -317,8 +314,7 @@ class TextScorer(TextEncoder):
     def _load(self) -> tuple[Any, ...]:
         return super()._load() if self.known.encoder else ()
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         given = self.weights or dict.fromkeys(self.known.aspects, 1.0)
         weight = torch.tensor([given.get(name, 0.0) for name in self.known.aspects], dtype=torch.float64)
         scores = self.scores(completions, [str(entry.get(self.category, "")) for entry in metadata])

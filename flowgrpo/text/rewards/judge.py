@@ -13,7 +13,7 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.judge import LICENCE as MODELS_LICENCE
 from flowgrpo.rewards.vlm_judge.judge import Asking, Judge
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several, strip_thoughts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class TextJudge(Tagged, Judge):
     about = About(modality="text", range=(None, None), needs="server", licence=MODELS_LICENCE)
 
     def __call__(  # type: ignore[override]  # the metadata may hold a reference
-            self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+            self, completions: Texts, prompts: Texts, metadata: Metadata,
     ) -> list[float | Failed]:
         known = keys("text_judge", metadata, self.key, prompts, several)
         questions = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
@@ -141,8 +141,7 @@ class Rubric:
     key: str = "rubric"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         rubrics = keys("rubric", metadata, self.key, prompts, items)
         return [None if rubric is None else share(strip_thoughts(text), rubric)
                 for text, rubric in zip(completions, rubrics)]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several
 from flowgrpo.text.rewards.numeric import NumericMatch
 from flowgrpo.text.rewards.rules import ExactMatch
 
@@ -70,8 +70,7 @@ class Majority:
             raise UserError(f"reward 'majority': score is {self.score!r}, kind {self.kind!r}, certainty "
                             f"{self.certainty}, expected vote or share, text or number, and 0 or more")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float]:
         read = reader(self.kind)
         rate = agreement if self.score == "vote" else frequencies
         values: list[float] = []
@@ -129,7 +128,7 @@ class Remembering:
         if self.kind not in ("text", "number"):
             raise UserError(f"reward {self.reward!r}: kind is {self.kind!r}, expected text or number")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata,
                  group: int, memory: dict[str, Any] | None = None, epoch: int | None = None) -> list[float | None]:
         past = Past({} if memory is None else memory, epoch)
         labels, read = keys(self.reward, metadata, self.key, prompts, several), reader(self.kind)

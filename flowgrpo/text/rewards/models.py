@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import require_arguments
 from flowgrpo.rewards.vlm_judge.judge import fill_template
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several, strip_thoughts
 from flowgrpo.text.rewards.embeddings import TextModel, pad_rows
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RewardModel(TextModel):
         return self._pretrained("AutoModelForSequenceClassification", use_safetensors=True)
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float | None]:
         """B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
@@ -180,7 +180,7 @@ class ReferenceLikelihood(PolicyModel):
     group = True
     keyed = True  # nothing is scored without the key
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata,
                  group: int, policy: Any = None) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
         values: list[float | None] = []
@@ -251,7 +251,7 @@ class ReasoningDepth(PolicyModel):
         super().__post_init__()
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], policy: Any = None) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, policy: Any = None) -> list[float | None]:
         return [self._one(prompt, completion, policy) for prompt, completion in zip(prompts, completions)]
 
     def _one(self, prompt: str, completion: str, policy: Any) -> float | None:

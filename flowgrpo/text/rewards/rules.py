@@ -15,6 +15,8 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.text.rewards.answer_keys import (
     LICENCE,
     Keyed,
+    Metadata,
+    Texts,
     final_answer,
     keys,
     several,
@@ -89,7 +91,7 @@ class FormatTags:
             raise UserError(f"reward 'format_tags': tags is {self.tags!r}, expected different names, such as "
                             "[think, answer]")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         first = f"<{self.tags[0]}>"
         shares = [tag_share(first + text if self.begun or getattr(text, "opened", "") == first else text, self.tags)
                   for text in completions]
@@ -137,7 +139,7 @@ class Repetition:
     def __post_init__(self) -> None:
         _require_ngrams("repetition", self.n, self.unit)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         shares = [distinct(text, self.n, self.unit) for text in completions]
         return [0.0 if share is None else share - 1 for share in shares]
 
@@ -157,7 +159,7 @@ class Distinct:
     def __post_init__(self) -> None:
         _require_ngrams("distinct", self.n, self.unit)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         return [distinct(text, self.n, self.unit) or 0.0 for text in completions]
 
 
@@ -165,8 +167,7 @@ UNITS = ("words", "characters", "tokens")
 TOKENS = "completion_tokens"  # metadata key
 
 
-def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-          unit: str) -> list[float]:
+def sizes(reward: str, completions: Texts, prompts: Texts, metadata: Metadata, unit: str) -> list[float]:
     """The length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
     Raises UserError if that is not a number from 0 up."""
     if unit == "words":
@@ -219,8 +220,7 @@ class Length:
         _require("text_length", 0 <= self.low <= self.high and self.margin >= 0, self.unit,
                  f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [window(size, self.low, self.high, self.margin)
                 for size in sizes("text_length", completions, prompts, metadata, self.unit)]
 
@@ -242,8 +242,7 @@ class Overlong:
         _require("overlong", 0 <= self.buffer <= self.longest and self.longest > 0, self.unit,
                  f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [overlong(size, self.longest, self.buffer)
                 for size in sizes("overlong", completions, prompts, metadata, self.unit)]
 
@@ -259,8 +258,7 @@ class CompletionLength:
     def __post_init__(self) -> None:
         _require("completion_length", True, self.unit, "")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return sizes("completion_length", completions, prompts, metadata, self.unit)
 
 
@@ -289,8 +287,7 @@ class LengthCurve:
         _require("length_curve", self.longest > 0 and 0 < self.turn < 1, self.unit,
                  f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [turning(size / self.longest, self.turn)
                 for size in sizes("length_curve", completions, prompts, metadata, self.unit)]
 
@@ -361,8 +358,7 @@ class Translation:
             raise UserError(f"reward 'translation': metric is {self.metric!r}, expected chrf or bleu")
         import_optional("sacrebleu", "translation", "reward 'translation'")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         sacrebleu = import_optional("sacrebleu", "translation", "reward 'translation'")
         metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
         wanted = keys("translation", metadata, self.key, prompts, several)

@@ -216,8 +216,7 @@ class PrunedDraws:
         groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
         groups = continue_groups(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
         chosen = [self.choose(chances, group) for chances in self.chances(policy, prompts, groups, micro_batch)]
-        groups = [Begun(**{field.name: getattr(of, field.name)[at] for field in fields(of)})
-                  for of, at in zip(groups, chosen)]
+        groups = [Begun(*(column[at] for column in vars(of).values())) for of, at in zip(groups, chosen)]
         whole = continue_groups(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0)
         return [complete_groups(policy, prompts.prompts, whole)]
 
@@ -369,9 +368,7 @@ def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding
     open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):
         return completions
-    anew = continue_prefixes(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
-                             [generators[i] for i in open_])
-    before = torch.arange(completions.ids.shape[1]) < places[open_, None]
-    anew = replace(anew, logp=torch.where(before, completions.logp[open_], anew.logp))
+    anew = resample_from(policy, tokenized.rows(open_), decoding, [generators[i] for i in open_],
+                         completions.ids[open_], completions.logp[open_], places[open_], places.new_zeros(0))
     closed = (completions.mask.sum(1) <= places).nonzero().flatten()
     return reorder(concatenate([anew, reorder(completions, closed)]), torch.cat([open_, closed]).argsort())
