@@ -96,12 +96,10 @@ class Critic:
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
-        if not tensors:
-            return
-        self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
-        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
-                 if key.startswith("optimizer.")}
-        checkpoint.load_optimizer(self.optimizer, state)
+        if tensors:
+            self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
+            checkpoint.load_optimizer(self.optimizer, {key.removeprefix("optimizer."): tensor for key, tensor in
+                                                       tensors.items() if key.startswith("optimizer.")})
 
 
 class OutcomeCritic(Critic):
@@ -110,9 +108,8 @@ class OutcomeCritic(Critic):
     seen: per part of the epoch, the states [k,H] of its tokens, and the classes [k] of their completions.
     """
 
-    def __init__(self, part: OutcomeHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
-                 processes: Processes):
-        super().__init__(part, policy, kernel, geometry, processes, len(part.bounds) + 1)
+    def __init__(self, part: OutcomeHead, *of_run: Any):
+        super().__init__(part, *of_run, outputs=len(part.bounds) + 1)
         self.bounds = torch.tensor(part.bounds)
 
     @torch.no_grad()
@@ -138,10 +135,9 @@ class QualityCritic(Critic):
     could be stopped, and whether they succeeded [m].
     """
 
-    def __init__(self, part: PrunedDraws, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
-                 processes: Processes):
-        super().__init__(part, policy, kernel, geometry, processes)
-        policy.quality = self.values
+    def __init__(self, part: PrunedDraws, *of_run: Any):
+        super().__init__(part, *of_run)
+        self.policy.quality = self.values
 
     @torch.no_grad()
     def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
@@ -161,10 +157,11 @@ class QualityCritic(Critic):
 
 def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes) -> Critic:
     """Create the value model of a method, or the quality head of its draws."""
-    rollout, language = method.generation, cast("CausalLM", policy)
+    rollout, part = method.generation, method.credit.value
+    of_run = cast("CausalLM", policy), rollout.decoding, geometry, processes
     if isinstance(rollout.draws, PrunedDraws):
-        return QualityCritic(rollout.draws, language, rollout.decoding, geometry, processes)
-    if isinstance(method.credit.value, OutcomeHead):
-        return OutcomeCritic(method.credit.value, language, rollout.decoding, geometry, processes)
-    assert isinstance(method.credit.value, ValueHead), "a method without a value model"
-    return Critic(method.credit.value, language, rollout.decoding, geometry, processes)
+        return QualityCritic(rollout.draws, *of_run)
+    if isinstance(part, OutcomeHead):
+        return OutcomeCritic(part, *of_run)
+    assert isinstance(part, ValueHead), "a method without a value model"
+    return Critic(part, *of_run)

@@ -20,7 +20,7 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
 from flowgrpo.text.policies.vision_lm import VisionLM, language_layers, template_inputs
-from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Draw, Generators, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap, wide
 
@@ -174,7 +174,7 @@ class ImageLM(CausalLM):
         kept = (ids == self.begin) | (ids == self.model.generation_config.bos_token_id)
         return ids.masked_fill(~kept, self.padding)
 
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
+    def generate(self, tokenized: TokenizedPrompts, generators: Generators, *drawn: Any) -> Any:
         """Images [B,3,H,W] for evaluation, at `text.eval_temperature`.
         drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`."""
         _, guidance = drawn or (0, self.shown)
@@ -182,14 +182,13 @@ class ImageLM(CausalLM):
         greedy = torch.full((len(tokenized.ids),), not warm)
         return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
 
-    def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
-                 ) -> Tensor:
+    def of_noise(self, tokenized: TokenizedPrompts, generators: Generators, output_type: str = "pt") -> Tensor:
         """Images of random tokens [B,3,H,W], without a call of the language model."""
         return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
                                                      for each in generators]))
 
     @torch.no_grad()
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                greedy: Tensor, guidance: float | None = None) -> SampledImages:
         """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens.
         guidance: None: that of the rollout."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
@@ -57,8 +57,7 @@ class TextJudge(Tagged, Judge):
         return super().__call__(completions, questions)
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One rubric item: its test of a text, its weight, and whether a text that misses it scores 0."""
 
     met: Check

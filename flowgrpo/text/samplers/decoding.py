@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import wide
 
+Generators = Sequence[torch.Generator]  # one per row
+
 
 @part("decoding", jointly={"top_p min_p": "above 0 to 1 and 0 to 1"})
 class Decoding:
@@ -181,7 +183,7 @@ def apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits if temperature is None else wide(logits)[0] / temperature.to(logits.device)[:, None]
 
 
-def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
+def uniforms(generators: Generators, count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=generator) for generator in generators])
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.rollout import Seed
-from flowgrpo.text.samplers.decoding import Decoding, apply_temperature, completion_masks
+from flowgrpo.text.samplers.decoding import Decoding, Generators, apply_temperature, completion_masks
 from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, continue_groups
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented, wide
@@ -38,15 +38,13 @@ class Independent:
     causal = False
     leaves = 1
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         return sample_rows(policy, tokenized, decoding, generators, greedy, torch.arange(len(generators)), micro_batch)
 
 
-def sample_rows(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                generators: Sequence[torch.Generator], greedy: Tensor, rows: Tensor, micro_batch: int
-                ) -> list[SampledCompletions]:
+def sample_rows(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                greedy: Tensor, rows: Tensor, micro_batch: int) -> list[SampledCompletions]:
     """Completions of these rows [n] of the prompts, `micro_batch` at a time."""
     return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
             for at in rows.split(micro_batch)]
@@ -66,9 +64,8 @@ class EarlyExits:
     causal = True
     leaves = 1
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         exit, most = tokens_to_insert(policy, "exit", self.exit), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
         leaders = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, whole, micro_batch))
@@ -108,9 +105,8 @@ class SecondAttempt:
             raise ValueError(f"SecondAttempt: share is {self.share} and again {self.again!r}, expected between 0 and "
                              "1, and a text")
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         again = tokens_to_insert(policy, "again", self.again)
         room = max(1, int(self.share * (policy.text.max_tokens - len(again))))
         pieces = []
@@ -133,8 +129,7 @@ def tokens_to_insert(policy: CausalModel, field: str, text: str) -> Tensor:
     return ids
 
 
-def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                  generators: Sequence[torch.Generator],
+def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                   ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
     """Completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text` [n],
     which are not trained, and are drawn from there."""
@@ -200,9 +195,8 @@ class PrunedDraws:
     leaves = 1
     trains_head = True
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         most = policy.text.max_tokens
         if type(tokenized) is not TokenizedPrompts:
             raise UserError("parts.draws PrunedDraws continues completions from the middle, for which prompts with "
@@ -255,7 +249,7 @@ def states_at(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor,
 
 
 def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
-                      generators: Sequence[torch.Generator]) -> SampledCompletions:
+                      generators: Generators) -> SampledCompletions:
     """One completion per row that begins with its prefix: B whole completions of at most `text.max_tokens` tokens.
     A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
     Raises UserError for prompts with images."""
@@ -345,9 +339,8 @@ class Tree:
     def leaves(self) -> int:
         return math.prod(self.children)
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
         completions = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, rows, micro_batch))
         for depth, count in enumerate(self.children):
@@ -361,7 +354,7 @@ class Tree:
         return [reorder(completions, rows.argsort())]
 
 
-def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
             completions: SampledCompletions, places: Tensor) -> SampledCompletions:
     """The completions, each kept up to its place and drawn anew from there.
     places: int64 [b], in tokens. A completion that ends before its place stays unchanged."""
