@@ -15,6 +15,7 @@ import torch
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.resampling import TeacherAnswers, solutions_of
 from flowgrpo.data.images import noised_image
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
@@ -28,7 +29,6 @@ from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.targets import CompletionTokens, score_steps
-from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
