@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES, without_cudnn_attention
@@ -44,6 +45,7 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    limited = True  # as an engine
     rows_drawn = 1  # through the model, for each row that is drawn
     images_refused = "takes no image, but a prompt brings one: leave it out"
     writes = "completion up to", "lower text.max_tokens, or shorten the prompt"
@@ -79,7 +81,7 @@ class CausalLM:
         # Determined by a trial: logits are the head's, prefixes shareable.
         self._head_alone: bool | None = None
         self._apart: str | None = None  # why prefixes are not shared; "" if they are
-        self.precision, self.teacher = precision, text_weights.Teachers(self)
+        self.precision, self._teachers = precision, dict[str, dict[str, Any]]()  # fields of this one with each teacher
 
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the layers in the backward pass, from here on."""
@@ -235,9 +237,8 @@ class CausalLM:
 
     def _pad_left(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Padded on the left, since a completion follows the prompt: ids and mask, int64 [B,S] both."""
-        longest = max(len(ids) for ids in tokenized.ids)
-        ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
-        mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in tokenized.ids])
+        ids = pad_sequence(tokenized.ids, True, self.padding, "left")
+        mask = pad_sequence([torch.ones_like(row) for row in tokenized.ids], True, 0, "left")
         return ids.to(self.device), mask.to(self.device)
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
@@ -314,7 +315,7 @@ class CausalLM:
         states that predict the completions' tokens."""
         lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
         rows = [torch.cat([prompt.to(self.device), completion[:-1]]) for prompt, completion in zip(tokenized.ids, ids)]
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        inputs = pad_sequence(rows, batch_first=True, padding_value=self.padding)
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
     def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
@@ -397,6 +398,31 @@ class CausalLM:
         """Context manager: use the base model, or the average of the snapshots `held` of its trainable weights."""
         with self.weights.reference(held), torch.no_grad():
             yield
+
+    def sync(self, policy: CausalLM) -> None:
+        """Take over the weights of a policy, of which this one is a copy as an engine."""
+        self.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
+
+    @contextlib.contextmanager
+    def teacher(self, name: str) -> Iterator[None]:
+        """Context manager: the model is that of a teacher, a directory or a hub id, which is loaded at its first use.
+        Raises UserError if it does not load or has another tokenizer."""
+        fields = vars(self)
+        own = {key: fields[key] for key in ("model", "_head_alone", "_apart")}
+        if name not in self._teachers:
+            model, tokenizer = self.another(name)
+            if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")
+            self.body_of(model).register_forward_pre_hook(self._count, with_kwargs=True)
+            model.to(self.device).eval().requires_grad_(False)
+            self._teachers[name] = {"model": model, "_head_alone": None, "_apart": None}
+        fields.update(self._teachers[name])
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._teachers[name] = {key: fields[key] for key in own}
+            fields.update(own)
 
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of this kind, and its tokenizer."""

@@ -45,38 +45,18 @@ def uses_engine(config: Config) -> bool:
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
-def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
-    """Create the engine of a configuration.
+def make(config: Config, policy: CausalLM, processes: int = 1) -> CausalLM | VLLM:
+    """Create the engine of a configuration: vLLM, or a copy of the policy in another precision.
     Raises UserError if it cannot sample for this policy, or if vLLM is missing."""
     if policy.process == "masks":
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, unwrap(config.text.engine_precision))
+        own = copy.deepcopy(policy)
+        own.dtype, own.evaluations = DTYPES[unwrap(config.text.engine_precision)], 0
+        own.model.to(own.dtype).requires_grad_(False)
+        return own
     return VLLM(config, policy, processes)
-
-
-class Copy:
-    """`generate` of a copy of the model in another precision, without the state of training."""
-
-    limited = True
-
-    def __init__(self, policy: CausalLM, precision: str):
-        self.own = copy.deepcopy(policy)
-        self.own.dtype, self.own.evaluations = DTYPES[precision], 0
-        self.own.model.to(self.own.dtype).requires_grad_(False)
-
-    @property
-    def evaluations(self) -> int:
-        return self.own.evaluations
-
-    def sync(self, policy: CausalLM) -> None:
-        """Take over the weights, rounded."""
-        self.own.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
-
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor) -> SampledCompletions:
-        return self.own.sample(tokenized, decoding, generators, greedy)
 
 
 class VLLM:

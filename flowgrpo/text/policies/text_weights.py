@@ -1,10 +1,10 @@
-"""Language models in the files of transformers and peft: loading, trainable weights, and frozen teachers."""
+"""Language models in the files of transformers and peft: loading, and trainable weights."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,35 +141,3 @@ def cache_name(decoder: Any) -> str:
     """The name of the cache in a decoder's arguments and outputs: transformers renames it to `cache`, and drops
     `past_key_values` in 5.40."""
     return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
-
-
-class Teachers:
-    """Teachers of a policy by name, a directory or a hub id, each loaded at its first use.
-
-    policy: a `CausalLM`, whose `another(name)` loads a model of its kind, with its tokenizer.
-    """
-
-    def __init__(self, policy: Any):
-        self.policy = policy
-        self.known: dict[str, dict[str, Any]] = {}  # the policy's fields with each teacher
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Context manager: the teacher is the policy's model.
-        Raises UserError if it does not load or has another tokenizer."""
-        fields = vars(self.policy)
-        own = {key: fields[key] for key in ("model", "_head_alone", "_apart")}
-        fields |= self.known.get(name) or {"model": self._load(name), "_head_alone": None, "_apart": None}
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.known[name] = {key: fields[key] for key in own}
-            fields |= own
-
-    def _load(self, name: str) -> Any:
-        model, tokenizer = self.policy.another(name)
-        if tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
-            raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")
-        self.policy.body_of(model).register_forward_pre_hook(self.policy._count, with_kwargs=True)
-        return model.to(self.policy.device).eval().requires_grad_(False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.images import read_image
@@ -103,11 +104,10 @@ class VisionLM(CausalLM):
         inputs = {}
         # The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions.
         for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
-            rows = []
-            for ids, values in zip(tokenized.ids, tokenized.by_token):
-                value, short = values.get(name, like.new_zeros(len(ids), *like.shape[1:])), length - len(ids)
-                rows.append(pad(value, (0, 0) * (value.ndim - 1) + ((short, 0) if before else (0, short))))
-            inputs[name] = torch.stack(rows).to(self.device)
+            rows = [values.get(name, like.new_zeros(len(ids), *like.shape[1:]))
+                    for ids, values in zip(tokenized.ids, tokenized.by_token)]
+            joined = pad_sequence(rows, True, padding_side="left" if before else "right")
+            inputs[name] = pad(joined, (0, 0) * (like.ndim - 1) + (0, length - joined.shape[1])).to(self.device)
         # Those of images, concatenated; further dimensions are padded with 0, as processors do it.
         for name in sorted({name for row in tokenized.images for name in row}):
             given = [row[name] for row in tokenized.images if name in row]

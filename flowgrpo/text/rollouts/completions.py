@@ -54,7 +54,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
-        self.target, self.drawer = CompletionTokens(self), self.policy  # what counts the tokens that are drawn
+        self.target, self.drawer = CompletionTokens(self), self.policy  # or an engine
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         # [5] of a part: drawn tokens, sums of sampler - trainer, weight and above the cap, and the largest difference
@@ -86,6 +86,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
+        if self.drawer is not self.policy:
+            with self.clock("rollout"):
+                self.drawer.sync(self.policy)
         before, generation = self.drawer.evaluations, self.method.generation
         kernel = generation.decoding
         self.mismatches = self.mismatches if turn else []
@@ -120,8 +123,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def draw(self, generation: TokenRollout, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator],
              greedy: torch.Tensor) -> list[SampledCompletions]:
         """Completions of whole groups of rows [B]."""
-        return generation.draws(self.policy, tokenized, generation.decoding, generators, greedy, self.geometry.group,
-                                self.geometry.generation_batch)
+        most = self.geometry.generation_batch if self.drawer.limited else len(generators)
+        return generation.draws(self.drawer, tokenized, generation.decoding, generators, greedy, self.geometry.group,
+                                most)
 
     def with_old_scores(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the old scores that the surrogate reads beside those of the draw."""
@@ -222,19 +226,6 @@ class EngineRollouts(TextRollouts):
             raise UserError(f"parts.decoding {type(decoding).__name__} changes the temperature within a text, which no "
                             "engine does: leave text.engine out")
         self.drawer = self.engine = engines.make(config, self.policy, self.processes.count)
-
-    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
-               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        with self.clock("rollout"):
-            self.engine.sync(self.policy)
-        yield from super().sample(conditioning, epoch, judge, value, turn)
-
-    def draw(self, generation: TokenRollout, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator],
-             greedy: torch.Tensor) -> list[SampledCompletions]:
-        """Completions of rows [B], as many in a call as the engine takes."""
-        most = self.geometry.generation_batch if self.engine.limited else len(generators)
-        return [self.engine.sample(tokenized.rows(at), generation.decoding, [generators[i] for i in at], greedy[at])
-                for at in torch.arange(len(generators)).split(most)]
 
     def with_old_scores(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the trainer's old scores, and weights for the mismatch of sampler and trainer."""
