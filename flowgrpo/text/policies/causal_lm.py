@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -231,9 +232,10 @@ class CausalLM:
         return [tags[prompt] for prompt in prompts]
 
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
+        """Completions for evaluation: at `text.eval_temperature`, without cuts."""
         warm = self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
-        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
+        return self.sample(tokenized, replace(self.plain, temperature=warm or 1.0), generators, greedy).texts
 
     def _pad_left(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Padded on the left, since a completion follows the prompt: ids and mask, int64 [B,S] both."""

@@ -154,10 +154,9 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
     """The configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
-    files, shown = known.load if known.model == model else Load(), known.eval
+    files, shown, text = known.load if known.model == model else Load(), known.eval, dict(text)
     if "guidance" in text:  # of images
-        shown = shown.model_copy(update={"guidance": text["guidance"]})
-        text = {key: value for key, value in text.items() if key != "guidance"}
+        shown = shown.model_copy(update={"guidance": text.pop("guidance")})
     return known.model_copy(update={"model": model, "load": files, "text": known.text.model_copy(update=text),
                                     "eval": shown, "precision": drawing(known.precision, device, precision)})
 

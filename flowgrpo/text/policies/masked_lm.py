@@ -27,7 +27,7 @@ from flowgrpo.text.policies.text_weights import at_revision
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Completions, Scored, Traces, wide
+from flowgrpo.types import Completions, Scored, Traces, wide
 
 SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
 
@@ -58,7 +58,8 @@ class MaskedLM(CausalLM):
         if self.mask is None:
             raise UserError("neither the model's config nor its tokenizer says which token is a mask: set the "
                             "tokenizer's mask_token")
-        self.unmasking, self.shift = unmasking, int(model.config.model_type.lower() in SHIFTED)
+        self.plain = Unmasking(per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
+        self.shift = int(model.config.model_type.lower() in SHIFTED)
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing: `_logits` counts, since a model with its own code may call its body without the hooks."""
@@ -104,13 +105,6 @@ class MaskedLM(CausalLM):
 
     def _zeros(self, ids: Tensor) -> Tensor:
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
-
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
-        """Answers for evaluation: at `text.eval_temperature`, without cuts."""
-        warm, unmasking = self.text.eval_temperature, self.unmasking
-        greedy = torch.full((len(tokenized.ids),), not warm)
-        plain = Unmasking(warm or 1.0, per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
-        return self.sample(tokenized, plain, generators, greedy).texts
 
     # --- replay ------------------------------------------------------------------------------------------------------
 

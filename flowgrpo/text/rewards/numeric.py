@@ -312,9 +312,8 @@ class Worker:
         """The next line; None, and the end of the process, if it has none within the time."""
         line = ""
         try:
-            line = self._reader.submit(self._process.stdout.readline).result(seconds)
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                line = self._reader.submit(self._process.stdout.readline).result(seconds)
         finally:
             if not line:
                 self._end()

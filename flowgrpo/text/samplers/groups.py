@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -153,8 +153,7 @@ def concatenate(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
     def joined(values: list[Any]) -> Any:
         return torch.cat(values) if torch.is_tensor(values[0]) else values[0] and [*chain(*values)]
 
-    return replace(pieces[0], **{field.name: joined([getattr(piece, field.name) for piece in pieces])
-                                 for field in fields(pieces[0])})
+    return replace(pieces[0], **{name: joined([vars(piece)[name] for piece in pieces]) for name in vars(pieces[0])})
 
 
 def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
@@ -162,7 +161,7 @@ def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
     def ordered(values: Any) -> Any:
         return values[order] if torch.is_tensor(values) else values and [values[i] for i in order.tolist()]
 
-    return replace(samples, **{field.name: ordered(getattr(samples, field.name)) for field in fields(samples)})
+    return replace(samples, **{name: ordered(values) for name, values in vars(samples).items()})
 
 
 def split(pieces: Sequence[SampledCompletions], sizes: Sequence[int]) -> Iterator[SampledCompletions]:

@@ -55,10 +55,7 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
         path = wasm_path() if program_name == "wasmtime" else shutil.which(program_name)
-        if path is None:
-            reasons.append(f"{program_name} is not installed")
-            continue
-        boundary, reason = _probe(kind, path)
+        boundary, reason = _probe(kind, path) if path else (None, f"{program_name} is not installed")
         if boundary is None:
             reasons.append(reason)
         else:

@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -209,10 +209,8 @@ def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output
         data, complete = _read(process.stdout, limits.files * MIB, end)
         status = None
         if complete:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         return Output(status, data.decode("utf-8", "replace"), time.monotonic() - begun)
 
 
