@@ -46,6 +46,7 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    classes = "AutoModelForCausalLM", "AutoTokenizer"  # of transformers
     limited = True  # as an engine
     rows_drawn = 1  # through the model, for each row that is drawn
     images_refused = "takes no image, but a prompt brings one: leave it out"
@@ -428,7 +429,8 @@ class CausalLM:
 
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of this kind, and its tokenizer."""
-        return text_weights.load_causal_lm(model, self.precision)
+        body, reader = text_weights.load_causal_lm(model, self.precision, classes=self.classes)
+        return body, reader.tokenizer if hasattr(self, "processor") else reader
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
-from flowgrpo.text.policies.vision_lm import VisionLM, language_layers, template_inputs
+from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
 from flowgrpo.text.samplers.decoding import Decoding, Draw, Generators, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap, wide
@@ -84,7 +84,7 @@ class ImageLM(CausalLM):
     Raises UserError for a model without an image head, and for a generation configuration that lacks what it needs.
     """
 
-    process, modality = "image tokens", "image"
+    process, modality, classes = "image tokens", "image", CLASSES
     images_refused = ("generates images from a text only, but a prompt brings an image: leave it out, or train its "
                       "answers (text.generates: text)")
     writes = "image", "shorten the prompt"
@@ -273,8 +273,6 @@ class ImageLM(CausalLM):
         return TokenizedPrompts(tokenized.prompts * 2, [*tokenized.ids, *map(self.without, tokenized.ids)])
 
     # --- what every policy has ---------------------------------------------------------------------------------------
-
-    another = VisionLM.another
 
     def answering(self, text: Text) -> VisionLM:
         """A policy of answers about images by the same weights; text: of its completions."""

@@ -20,7 +20,6 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
-from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
 CLASSES = "AutoModelForImageTextToText", "AutoProcessor"  # of transformers, which load a model and its processor
@@ -51,6 +50,8 @@ class VisionLM(CausalLM):
     layers, not those that read images. No completion holds an image placeholder token: it is barred in the rollout and
     in the replay.
     """
+
+    classes = CLASSES
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
         from transformers import GenerationMixin
@@ -116,10 +117,6 @@ class VisionLM(CausalLM):
                                             for size in (0, most[at - 1] - value.shape[at])]) for value in given])
             inputs[name] = joined.to(self.device, self.dtype if joined.is_floating_point() else None)
         return inputs
-
-    def another(self, model: str) -> tuple[Any, Any]:
-        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
-        return body, processor.tokenizer
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
