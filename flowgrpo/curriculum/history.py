@@ -22,9 +22,7 @@ from flowgrpo.parts import Above, AtLeast, part
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
-RATES = "rates"
-DIVERSITY = "diversity"
-RETAINED = "retained"  # keys of the memory
+RATES, DIVERSITY, RETAINED, NORMS = "rates", "diversity", "retained", "gradient_norms"  # keys of the memory
 LONGEST = 16  # rates kept per prompt
 
 
@@ -157,10 +155,8 @@ class Retention:
 
     def rank(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
         """The prompts in the order of retention; equal ones in the pool's."""
-        known = memory.get(RATES, {})
-
         def rank(prompt: Prompt) -> tuple[bool, float]:
-            rates = known.get(prompt.key, [])
+            rates = memory.get(RATES, {}).get(prompt.key)
             value = 0.0 if not rates else rates[-1] if self.by == "hardest" else -float(np.var(rates))
             return not rates, value
 
@@ -197,9 +193,6 @@ class OppositePairs:
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         record(memory, drawn)
-
-
-NORMS = "gradient_norms"  # key of the memory
 
 
 @part("curriculum", reads_norms=True, jointly={"keep prior": "0 to 1 and above 0"})

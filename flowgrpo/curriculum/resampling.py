@@ -169,8 +169,8 @@ class Hints:
         if drawn.epoch < self.after * drawn.epochs:
             return []
         failed = failing(drawn, self.fail)
-        helped = [(place, self.add_hint(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
-        return [(place, prompt) for place, prompt in helped if prompt is not None]
+        return [(place, prompt) for place in drawn.standing()
+                if failed[place] and (prompt := self.add_hint(drawn.prompts[place]))]
 
     def add_hint(self, prompt: Prompt) -> Prompt | None:
         """The prompt with one more hint; None if none is left."""
@@ -248,3 +248,30 @@ class ExtraRollouts:
         target = 1.0 if self.schedule == "equal" else 2 * (1 - rate)
         missing = samples * (target / (2 * math.sqrt(rate * (1 - rate))) - 1)
         return min(int(missing / size + 0.5), self.most)
+
+
+@part("redraw", target="texts", puts_answers=True)
+class TeacherAnswers:
+    """Sample a group without a sample above `fail` anew, with teachers' answers as last samples (AMPO, 2510.02227).
+
+    The metadata holds the teachers' answers under `solutions`, a list of texts or of {"text": ..., "right": true}, and
+    the right answer under `answer`. Up to `decoding.expert` of them join the group: those whose reasoning, the text
+    before the right answer, makes that answer likeliest for the policy. All other groups have samples alone.
+
+    AMPO keeps the samples of the group that failed; here they are drawn anew.
+    """
+
+    fail: float = 0.0
+
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
+        failed = failing(drawn, self.fail)
+        prompts = [(place, drawn.prompts[place]) for place in drawn.standing() if failed[place]]
+        return [(place, replace(prompt, guided=Guidance(prompt.text, answers=True))) for place, prompt in prompts
+                if solutions_of(prompt) and not prompt.guided]
+
+
+def solutions_of(prompt: Prompt) -> list[str]:
+    """The teachers' right answers in a prompt's metadata, in order."""
+    listed = prompt.metadata.get("solutions") or ()
+    entries = [entry if isinstance(entry, dict) else {"text": entry} for entry in listed]
+    return [str(entry["text"]) for entry in entries if entry.get("text") and entry.get("right", True)]

@@ -100,8 +100,7 @@ MODULES: dict[str, dict[str, str]] = {
     "expansion": {
         "curriculum.resampling": "Expansion"},
     "redraw": {
-        "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts",
-        "text.rollouts.teachers": "TeacherAnswers",
+        "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts TeacherAnswers",
         "contrib.hint_length": "HintLength"},
     "replay": {
         "contrib.group_replay": "GroupReplay"},

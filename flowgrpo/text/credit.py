@@ -124,9 +124,6 @@ class ExitDecay(Shaping):
         return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
 
 
-KINDS = ("group", "blame", "progress", "potential", "last")
-
-
 @part("spread", target="texts", causal=True, teaches=True)
 class StepScores(TokenCredit):
     """Advantage of a token with the credit of its step: `outcome` times the sample's, plus `weight` times that credit.
@@ -150,7 +147,7 @@ class StepScores(TokenCredit):
     rewards: names of the run's rewards; empty: all. One of weight 0 counts with weight 1.
     """
 
-    kind: Annotated[str, OneOf(KINDS)] = "group"
+    kind: Annotated[str, OneOf(("group", "blame", "progress", "potential", "last"))] = "group"
     weight: float = 1.0
     outcome: float = 1.0
     ends: str = "\n"

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 class Critic:
     """Value model of a run.
 
-    seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
+    seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, and what `_loss` reads besides:
+    their values and returns [k].
     """
 
     def __init__(self, part: ValueHead | OutcomeHead | PrunedDraws, policy: CausalLM, kernel: Decoding,
@@ -45,7 +46,7 @@ class Critic:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=part.lr, weight_decay=0.0)
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.seen: list[tuple[Tensor, ...]] = []
 
     def __call__(self, parts: Sequence[Part], conditioning: Encoded) -> list[Part]:
         """The parts with advantages [m,L] of tokens in place of those [m] of completions."""
@@ -69,23 +70,25 @@ class Critic:
     def fit(self) -> dict[str, float]:
         """Minimise the clipped loss on the stored tokens; all processes take the same steps. Return the loss before
         them."""
-        [count] = self.processes.total([sum(len(returns) for _, _, returns in self.seen)])
+        [count] = self.processes.total([sum(len(tokens[0]) for tokens in self.seen)])
         losses = []
         for _ in range(self.part.passes if count else 0):
             self.optimizer.zero_grad()
-            losses.append(sum(self._backward(*tokens, count) for tokens in self.seen))
+            losses.append(0.0)
+            for tokens in self.seen:
+                loss = self._loss(*tokens) / count
+                loss.backward()
+                losses[-1] += loss.item()
             self.processes.add_gradients(list(self.head.parameters()))
             self.optimizer.step()
         if not losses:
             return {}
-        return {"value_loss": self.processes.gather(torch.tensor([float(losses[0])])).sum().item()}
+        return {"value_loss": self.processes.gather(torch.tensor([losses[0]])).sum().item()}
 
-    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
-        device = self.policy.device
+    def _loss(self, hidden: Tensor, *known: Tensor) -> Tensor:
         assert isinstance(self.part, ValueHead)
-        loss = value_loss(self.values(hidden), old.to(device), returns.to(device), self.part.clip).sum() / count
-        loss.backward()
-        return loss.item()
+        old, returns = (each.to(self.policy.device) for each in known)
+        return value_loss(self.values(hidden), old, returns, self.part.clip).sum()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
@@ -93,23 +96,20 @@ class Critic:
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
-        if not tensors:
-            return
-        self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
-        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
-                 if key.startswith("optimizer.")}
-        checkpoint.load_optimizer(self.optimizer, state)
+        if tensors:
+            self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
+            checkpoint.load_optimizer(self.optimizer, {key.removeprefix("optimizer."): tensor for key, tensor in
+                                                       tensors.items() if key.startswith("optimizer.")})
 
 
 class OutcomeCritic(Critic):
     """Critic of a run that weighs tokens by the outcome that it predicts.
 
-    seen: per part of the epoch, the states [k,H] of its tokens, and twice the classes [k] of their completions.
+    seen: per part of the epoch, the states [k,H] of its tokens, and the classes [k] of their completions.
     """
 
-    def __init__(self, part: OutcomeHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
-                 processes: Processes):
-        super().__init__(part, policy, kernel, geometry, processes, len(part.bounds) + 1)
+    def __init__(self, part: OutcomeHead, *of_run: Any):
+        super().__init__(part, *of_run, outputs=len(part.bounds) + 1)
         self.bounds = torch.tensor(part.bounds)
 
     @torch.no_grad()
@@ -120,27 +120,24 @@ class OutcomeCritic(Critic):
                                                    self.geometry.micro_batch)
         logits = self.head(hidden.to(self.policy.device, torch.float32)).cpu()
         of = classes[:, None].expand(mask.shape)[mask]
-        self.seen.append((hidden.cpu(), of, of))
+        self.seen.append((hidden.cpu(), of))
         return replace(part, advantages=(advantage.cpu()[:, None] * outcome_weights(logits, classes, mask),))
 
-    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
+    def _loss(self, hidden: Tensor, *known: Tensor) -> Tensor:
         logits = self.head(hidden.to(self.policy.device, torch.float32))
-        loss = torch.nn.functional.cross_entropy(logits, returns.to(logits.device), reduction="sum") / count
-        loss.backward()
-        return loss.item()
+        return torch.nn.functional.cross_entropy(logits, known[0].to(logits.device), reduction="sum")
 
 
 class QualityCritic(Critic):
     """Quality head of a run whose draws are pruned: the chance that a partial completion succeeds.
 
     It gives no advantages. seen: per part of the epoch, the states [m,H] of its completions at the place where they
-    could be stopped, and twice whether they succeeded [m].
+    could be stopped, and whether they succeeded [m].
     """
 
-    def __init__(self, part: PrunedDraws, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
-                 processes: Processes):
-        super().__init__(part, policy, kernel, geometry, processes)
-        policy.quality = self.values
+    def __init__(self, part: PrunedDraws, *of_run: Any):
+        super().__init__(part, *of_run)
+        self.policy.quality = self.values
 
     @torch.no_grad()
     def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
@@ -150,22 +147,21 @@ class QualityCritic(Critic):
         states = states_at(self.policy, conditioning, taken.prompts, taken.ids,
                            (lengths - 1).clamp(max=self.part.tokens), self.geometry.micro_batch)
         right = (reward.cpu() >= self.part.right).float()
-        self.seen.append((states.cpu(), right, right))
+        self.seen.append((states.cpu(), right))
         return part
 
-    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
+    def _loss(self, hidden: Tensor, *known: Tensor) -> Tensor:
         logits = self.values(hidden)
-        loss = binary_cross_entropy_with_logits(logits, returns.to(logits), reduction="sum") / count
-        loss.backward()
-        return loss.item()
+        return binary_cross_entropy_with_logits(logits, known[0].to(logits), reduction="sum")
 
 
 def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes) -> Critic:
     """Create the value model of a method, or the quality head of its draws."""
-    rollout, language = method.generation, cast("CausalLM", policy)
+    rollout, part = method.generation, method.credit.value
+    of_run = cast("CausalLM", policy), rollout.decoding, geometry, processes
     if isinstance(rollout.draws, PrunedDraws):
-        return QualityCritic(rollout.draws, language, rollout.decoding, geometry, processes)
-    if isinstance(method.credit.value, OutcomeHead):
-        return OutcomeCritic(method.credit.value, language, rollout.decoding, geometry, processes)
-    assert isinstance(method.credit.value, ValueHead), "a method without a value model"
-    return Critic(method.credit.value, language, rollout.decoding, geometry, processes)
+        return QualityCritic(rollout.draws, *of_run)
+    if isinstance(part, OutcomeHead):
+        return OutcomeCritic(part, *of_run)
+    assert isinstance(part, ValueHead), "a method without a value model"
+    return Critic(part, *of_run)

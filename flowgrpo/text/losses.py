@@ -269,9 +269,6 @@ class RandomPolicyValue(GroupLoss):
         return (self.scale * log_ratio - advantage - ahead).square()
 
 
-FORMS = ("anchor", "each", "leave_one_out")
-
-
 @part("surrogate", reads_groups=True, reads_advantages=True, reads_labels=True)
 class RewardLabels(SampleLoss):
     """Cross-entropy of a group's labels under the logits z = scale * s, s the mean log-ratio of a sample's decisions,
@@ -290,7 +287,7 @@ class RewardLabels(SampleLoss):
     its group, whose mean over tokens is logged.
     """
 
-    form: Annotated[str, OneOf(FORMS)] = "anchor"
+    form: Annotated[str, OneOf(("anchor", "each", "leave_one_out"))] = "anchor"
     scale: Annotated[float, Above(0)] = 1.0
     reference: bool = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,9 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
     shape, row = geometry(config.train), conditioning.rows(torch.tensor([0]))
     rows, together = shape.micro_batch, min(shape.generation_batch, shape.samples)
     evaluations = policy.evaluations
-    masked = hasattr(policy, "mask")
-    most, drawn = policy.most(config.text), together * policy.rows_drawn
+    masked = isinstance(policy, MaskedLM)
+    most = policy.grid if isinstance(policy, ImageLM) else config.text.max_tokens
+    drawn = together * policy.rows_drawn
     cache = {} if masked else {"cache": drawn * _at(most, lambda length: _cache(policy, row, length))}
     if isinstance(policy, ImageLM):
         cache["decoder"] = min(together, DECODED) * _decoder(policy)
@@ -62,16 +62,15 @@ def _at(most: int, size: Callable[[int], int]) -> int:
 
 
 def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tensor:
-    tokens = policy.probe(row).tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
-    return torch.tensor([list(itertools.islice(itertools.cycle(tokens), length))], device=policy.device)
+    token = policy.mask if isinstance(policy, MaskedLM) else int(policy.probe(row)[-1])
+    return torch.full((1, length), token, device=policy.device)
 
 
 def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Bytes that the forward of one row keeps for its backward."""
     ids = _tokens(policy, row, length)
     with policy._arithmetic():
-        if hasattr(policy, "mask"):
-            assert isinstance(policy, MaskedLM)
+        if isinstance(policy, MaskedLM):
             prompts = policy._together(row, torch.tensor([0]))
             return activation_bytes([policy.model], lambda: policy._logits(prompts, ids))
         return activation_bytes([policy.model], lambda: policy._whole(row, ids))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES, without_cudnn_attention
@@ -22,7 +24,7 @@ from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.policies.weights.forwards import folded, fuse_text_norms, without_casts
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.text.policies import text_weights
-from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, completion_masks, score, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Draw, completion_masks, score, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, opening_tag, wide
 
@@ -44,8 +46,13 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    classes = "AutoModelForCausalLM", "AutoTokenizer"  # of transformers
+    limited = True  # as an engine
+    rows_drawn = 1  # through the model, for each row that is drawn
+    images_refused = "takes no image, but a prompt brings one: leave it out"
+    writes = "completion up to", "lower text.max_tokens, or shorten the prompt"
     fps: float | None = None
-    generators = staticmethod(generators)
+    generators, plain, targets = staticmethod(generators), Decoding(), TARGETS
     quality: Callable[[Tensor], Tensor] | None = None  # as of a `CausalModel`
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
@@ -55,6 +62,7 @@ class CausalLM:
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
+        self.generating: dict[str, Any] = {}  # further arguments of `generate`
         self.ends, self.padding = text_weights.special_tokens(model, tokenizer, text.template)
         if model.dtype != self.dtype:
             raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
@@ -63,7 +71,7 @@ class CausalLM:
         model.to(self.device).eval().requires_grad_(False)
         fuse_text_norms(model, self.device)
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": text_weights.present(model, TARGETS)})
+            adapter = adapter.model_copy(update={"targets": text_weights.present(model, self.targets)})
         self.weights: Any = text_weights.TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if self.weights and self.dtype == torch.float32:  # in half precision autocast casts
             without_casts(self.weights.layers().values())
@@ -74,7 +82,7 @@ class CausalLM:
         # Determined by a trial: logits are the head's, prefixes shareable.
         self._head_alone: bool | None = None
         self._apart: str | None = None  # why prefixes are not shared; "" if they are
-        self.precision, self.teacher = precision, text_weights.Teachers(self)
+        self.precision, self._teachers = precision, dict[str, dict[str, Any]]()  # fields of this one with each teacher
 
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the layers in the backward pass, from here on."""
@@ -93,7 +101,6 @@ class CausalLM:
 
     @property
     def body(self) -> Any:
-        """The part of the model that makes states of its inputs."""
         return self.body_of(self.model)
 
     @property
@@ -104,16 +111,12 @@ class CausalLM:
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         return {"input_ids": ids}
 
-    @property
-    def rows_drawn(self) -> int:
-        """Number of rows through the model for each row that is drawn."""
-        return 1
-
-    def _generate_arguments(self) -> dict[str, Any]:
-        return {}
-
     def columns(self, ids: Tensor) -> Tensor:
         return ids
+
+    def permitted(self, logits: Tensor) -> Tensor:
+        """The logits [...,V], -inf for tokens that no completion holds."""
+        return logits
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:
         """A few tokens [n] that a completion of the first prompt may have, for trials."""
@@ -124,7 +127,7 @@ class CausalLM:
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
         """Tokenize the prompts, in the chat template if configured. Raises UserError for a reference image."""
         if any(image is not None for image in images):
-            raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
+            raise UserError(f"{type(self.model).__name__} {self.images_refused}")
         return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
 
     @property
@@ -163,9 +166,9 @@ class CausalLM:
         for prompt in by_length[:1] + by_length[-4:]:
             length = len(self.encode([prompt]).ids[0])
             if most and length + self.text.max_tokens > most:
-                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
-                                f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
-                                "text.max_tokens, or shorten the prompt")
+                made, cure = self.writes
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its {made} "
+                                f"{self.text.max_tokens}, but the model's context is {most} tokens: {cure}")
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
@@ -183,7 +186,7 @@ class CausalLM:
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
                 self.model, max_new_tokens=most, do_sample=False, logits_processor=LogitsProcessorList([draw]),
-                **inputs, **self._generate_arguments())[:, inputs["input_ids"].shape[1]:]
+                **inputs, **self.generating)[:, inputs["input_ids"].shape[1]:]
         mask, cut = completion_masks(tokens, self.ends)
         texts = self.detokenize(tokens, mask, tokenized.prompts)
         short = 0, most - tokens.shape[1]
@@ -230,15 +233,15 @@ class CausalLM:
         return [tags[prompt] for prompt in prompts]
 
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
+        """Completions for evaluation: at `text.eval_temperature`, without cuts."""
         warm = self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
-        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
+        return self.sample(tokenized, replace(self.plain, temperature=warm or 1.0), generators, greedy).texts
 
     def _pad_left(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Padded on the left, since a completion follows the prompt: ids and mask, int64 [B,S] both."""
-        longest = max(len(ids) for ids in tokenized.ids)
-        ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
-        mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in tokenized.ids])
+        ids = pad_sequence(tokenized.ids, True, self.padding, "left")
+        mask = pad_sequence([torch.ones_like(row) for row in tokenized.ids], True, 0, "left")
         return ids.to(self.device), mask.to(self.device)
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
@@ -247,12 +250,8 @@ class CausalLM:
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    @property
-    def plain(self) -> Decoding:
-        return Decoding()
-
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
+                  decoding: Decoding, entropy: bool | str = False) -> Scored:
         """The score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is false,
         with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
@@ -262,20 +261,20 @@ class CausalLM:
         temperatures = decoding.temperatures(ids)
         heat = None if temperatures is None else temperatures[kept]
         with self._arithmetic():
-            if self.text.shared_prefix and len(unique) < len(of) and self.shares(tokenized):
+            if self.text.shared_prefix and len(unique) < len(of) and not self.reason_not_shared(tokenized):
                 hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
             else:
                 hidden = self._whole(tokenized.rows(prompts), ids)
-            if self.head_alone(tokenized):
-                scores = score(hidden[kept], self.head, self.columns(ids[kept]), decoding, entropy=entropy, heat=heat)
-            else:
+            states, head, taken = hidden[kept], self.head, self.columns(ids[kept])
+            if not self.head_alone(tokenized):
                 # The model does more than its head: from its own logits, all held in memory.
                 own = tokenized.rows(prompts)
                 inputs, places = self._concatenate(own, ids)
                 logits = self.model(input_ids=inputs, use_cache=False, **self._beside(own, inputs.shape[1])).logits
                 rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
-                scores = score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding,
-                               entropy=entropy, heat=heat)
+                states, head, taken = logits[rows[kept], places[kept]], torch.nn.Identity(), ids[kept]
+            scores = score(states, lambda states: self.permitted(head(states)), taken, decoding, entropy=entropy,
+                           heat=heat)
         logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
                        for values in (scores.unbind(1) if entropy else [scores]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
@@ -314,16 +313,12 @@ class CausalLM:
         """V, the number of tokens that the head knows."""
         return self.model.get_output_embeddings().weight.shape[0]
 
-    def most(self, text: Text) -> int:
-        """L, the most tokens of a completion under these settings."""
-        return text.max_tokens
-
     def _concatenate(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of the
         states that predict the completions' tokens."""
         lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
         rows = [torch.cat([prompt.to(self.device), completion[:-1]]) for prompt, completion in zip(tokenized.ids, ids)]
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        inputs = pad_sequence(rows, batch_first=True, padding_value=self.padding)
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
     def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
@@ -360,10 +355,6 @@ class CausalLM:
             self.evaluations = before
         return self._head_alone
 
-    def shares(self, tokenized: TokenizedPrompts) -> bool:
-        """True if a replay may read completions behind a prompt's cache."""
-        return not self.reason_not_shared(tokenized)
-
     def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
         """The reason why a replay reads a prompt once for each of its completions; empty if they share its cache."""
         return RECOMPUTED if self.checkpointing else self._reason_apart(tokenized)
@@ -378,17 +369,14 @@ class CausalLM:
     def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> str:
         """Try one prompt, and twice the tokens `text` behind it; return the reason of a failure."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
-        head = self.head
-        try:
-            with self._arithmetic():
-                shared = head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache
-            return f"its cache cannot be shared ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        finally:
-            self.evaluations = before
         with self._arithmetic():
-            whole = head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
-        self.evaluations = before
+            whole = self.head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
+            try:
+                shared = self.head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache
+                return f"its cache cannot be shared ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+            finally:
+                self.evaluations = before
         apart, most = relative_error(shared, whole), CLOSE if self.dtype == torch.float32 else CLOSE_IN_HALF
         return "" if apart <= most else (f"logits behind a shared prompt differ by {apart:.1e} of their spread, "
                                          f"expected at most {most:g}")
@@ -414,19 +402,42 @@ class CausalLM:
         with self.weights.reference(held), torch.no_grad():
             yield
 
+    def sync(self, policy: CausalLM) -> None:
+        """Take over the weights of a policy, of which this one is a copy as an engine."""
+        self.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
+
+    @contextlib.contextmanager
+    def teacher(self, name: str) -> Iterator[None]:
+        """Context manager: the model is that of a teacher, a directory or a hub id, which is loaded at its first use.
+        Raises UserError if it does not load or has another tokenizer."""
+        fields = vars(self)
+        own = {key: fields[key] for key in ("model", "_head_alone", "_apart")}
+        if name not in self._teachers:
+            model, tokenizer = self.another(name)
+            if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")
+            self.body_of(model).register_forward_pre_hook(self._count, with_kwargs=True)
+            model.to(self.device).eval().requires_grad_(False)
+            self._teachers[name] = {"model": model, "_head_alone": None, "_apart": None}
+        fields.update(self._teachers[name])
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._teachers[name] = {key: fields[key] for key in own}
+            fields.update(own)
+
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of this kind, and its tokenizer."""
-        return text_weights.load_causal_lm(model, self.precision)
+        body, reader = text_weights.load_causal_lm(model, self.precision, classes=self.classes)
+        return body, reader.tokenizer if hasattr(self, "processor") else reader
 
-    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
         half = self.dtype != torch.float32
         lower = torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext()
-        if self.device.type != "cuda":
-            return lower
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_cudnn_attention(self.device))
-            stack.enter_context(lower)
-            return stack.pop_all()
+        with without_cudnn_attention(self.device), lower:
+            yield
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:

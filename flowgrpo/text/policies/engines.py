@@ -33,7 +33,7 @@ from flowgrpo.storage.places import unfinished
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
-from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding, completion_masks
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap
 
@@ -45,39 +45,18 @@ def uses_engine(config: Config) -> bool:
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
-def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
-    """Create the engine of a configuration.
+def make(config: Config, policy: CausalLM, processes: int = 1) -> CausalLM | VLLM:
+    """Create the engine of a configuration: vLLM, or a copy of the policy in another precision.
     Raises UserError if it cannot sample for this policy, or if vLLM is missing."""
     if policy.process == "masks":
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, unwrap(config.text.engine_precision))
+        own = copy.deepcopy(policy)
+        own.dtype, own.evaluations = DTYPES[unwrap(config.text.engine_precision)], 0
+        own.model.to(own.dtype).requires_grad_(False)
+        return own
     return VLLM(config, policy, processes)
-
-
-class Copy:
-    """`generate` of a copy of the model in another precision, without the state of training."""
-
-    limited = True
-
-    def __init__(self, policy: CausalLM, precision: str):
-        self.own = copy.deepcopy(policy)
-        self.own.dtype, self.own.evaluations = DTYPES[precision], 0
-        self.own.model.to(self.own.dtype).requires_grad_(False)
-
-    @property
-    def evaluations(self) -> int:
-        return self.own.evaluations
-
-    def sync(self, policy: CausalLM) -> None:
-        """Take over the weights, rounded."""
-        self.own.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
-
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor) -> SampledCompletions:
-        """As in `CausalLM`, with the copy's log-probabilities."""
-        return self.own.sample(tokenized, decoding, generators, greedy)
 
 
 class VLLM:
@@ -138,28 +117,21 @@ class VLLM:
 
 
 def _require(config: Config, policy: CausalLM, processes: int) -> None:
-    adapter, cannot = config.adapter, None
-    if hasattr(policy, "processor"):
-        cannot = "models that read images", "leave text.engine out"
-    elif not 0 < adapter.rank <= RANKS[-1]:
-        cannot = f"adapter.rank {adapter.rank}", f"expected a LoRA of rank 1 to {RANKS[-1]}"
-    elif adapter.dora:
-        cannot = "a DoRA", "set adapter.dora to false"
-    elif config.load.variant is not None:
-        cannot = f"load.variant {config.load.variant!r}", "leave it out"
-    elif processes > 1:
-        cannot = f"{processes} processes", "launch one"
-    if cannot:
-        raise UserError(f"text.engine is vllm, which does not sample for {cannot[0]} here: {cannot[1]}")
+    rank, variant = config.adapter.rank, config.load.variant
+    for what, wrong, cure in (
+            ("models that read images", hasattr(policy, "processor"), "leave text.engine out"),
+            (f"adapter.rank {rank}", not 0 < rank <= RANKS[-1], f"expected a LoRA of rank 1 to {RANKS[-1]}"),
+            ("a DoRA", config.adapter.dora, "set adapter.dora to false"),
+            (f"load.variant {variant!r}", variant is not None, "leave it out"),
+            (f"{processes} processes", processes > 1, "launch one")):
+        if wrong:
+            raise UserError(f"text.engine is vllm, which does not sample for {what} here: {cure}")
 
 
 def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    rows = []
-    for request in requests:
-        [output] = request.outputs
-        tokens = list(output.token_ids)
-        rows.append((tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)]))
-    return rows
+    outputs = [output for request in requests for output in request.outputs]  # one each
+    return [([*output.token_ids], [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)])
+            for output in outputs]
 
 
 def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tuple[Sequence[int], Sequence[float]]]
@@ -167,14 +139,13 @@ def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tu
     """An engine's completions, (tokens, log-probabilities) of each prompt, as the policy's `SampledCompletions`.
     Tokens behind an end are dropped."""
     most = policy.text.max_tokens
-    ids = torch.full((len(rows), most), policy.padding)
-    logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
-    cut = torch.ones(len(rows), dtype=torch.bool)
+    ids, logp = torch.full((len(rows), most), -1), torch.zeros(len(rows), most)
     for row, (tokens, values) in enumerate(rows):
-        end = next((place for place, token in enumerate(tokens) if token in policy.ends), None)
-        count = min(len(tokens) if end is None else end + 1, most)
+        count = min(len(tokens), most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
-        mask[row, :count], cut[row] = True, end is None or end >= most
+    mask, cut = completion_masks(ids, policy.ends)
+    mask &= ids >= 0
+    ids, logp = ids.masked_fill(~mask, policy.padding), logp.masked_fill(~mask, 0.0)
     return SampledCompletions(ids, logp, mask, cut, policy.detokenize(ids, mask, prompts))
 
 
@@ -183,10 +154,9 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
     """The configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
-    files, shown = known.load if known.model == model else Load(), known.eval
+    files, shown, text = known.load if known.model == model else Load(), known.eval, dict(text)
     if "guidance" in text:  # of images
-        shown = shown.model_copy(update={"guidance": text["guidance"]})
-        text = {key: value for key, value in text.items() if key != "guidance"}
+        shown = shown.model_copy(update={"guidance": text.pop("guidance")})
     return known.model_copy(update={"model": model, "load": files, "text": known.text.model_copy(update=text),
                                     "eval": shown, "precision": drawing(known.precision, device, precision)})
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
-from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
-from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Draw, Generators, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap, wide
 
@@ -85,12 +84,14 @@ class ImageLM(CausalLM):
     Raises UserError for a model without an image head, and for a generation configuration that lacks what it needs.
     """
 
-    process, modality = "image tokens", "image"
+    process, modality, classes = "image tokens", "image", CLASSES
+    images_refused = ("generates images from a text only, but a prompt brings an image: leave it out, or train its "
+                      "answers (text.generates: text)")
+    writes = "image", "shorten the prompt"
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, *, guidance: float = 1.0,
                  shown: float = 1.0, conditional: bool = False, answers: bool = False, **options: Any):
-        require_grid(model)
-        self.begin, blank = tokens_of(model)
+        self.grid, self.begin, blank = grid_of(model)
         for name, scale in (("train.guidance", guidance), ("eval.guidance", shown)):
             if not 1 <= scale < math.inf:
                 raise UserError(f"{name} is {scale:g}, but image tokens are generated with 1, which is none, or "
@@ -99,7 +100,6 @@ class ImageLM(CausalLM):
             layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
                       and f".{HEAD}." in f".{name}"]
             adapter = adapter.model_copy(update={"targets": [*language_layers(model), *layers]})
-        self.grid = model.config.vision_config.num_image_tokens
         super().__init__(model, processor.tokenizer, adapter, text.model_copy(update={"max_tokens": self.grid}),
                          **options)
         self.padding = model.generation_config.pad_token_id = blank
@@ -112,6 +112,7 @@ class ImageLM(CausalLM):
                         part.requires_grad_(False)
                 self.weights.hold()
         self.guidance, self.shown, self.conditional = float(guidance), float(shown), conditional
+        self.rows_drawn = 1 if guidance == 1 else 2  # with the prompt and without
         self.exact = self.exact and EXACT * (2 * self.guidance - 1)  # rounding of both halves adds up
         self._head_alone = True
         self.painted: dict[bytes, Tensor] = {}  # images by their tokens, the newest last
@@ -129,23 +130,15 @@ class ImageLM(CausalLM):
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """The function from states [n,H] of prompts, or [n,2H] of both halves, to logits [n,K] of image tokens."""
-        return self._logits
-
-    def _logits(self, states: Tensor) -> Tensor:
         head = getattr(self.model.model, HEAD)
         if self.halves == 1:
-            return head(states)
-        own, other = states.chunk(2, -1)
-        return guide_logits(head(own), head(other), self.guidance)
+            return head
+        return lambda states: guide_logits(*map(head, states.chunk(2, -1)), self.guidance)
 
     @property
     def halves(self) -> int:
         """Number of rows through the model for a row of a replay: 2 with guidance."""
         return 1 if self.guidance == 1 or self.conditional else 2
-
-    @property
-    def rows_drawn(self) -> int:
-        return 1 if self.guidance == 1 else 2  # with the prompt and without
 
     @property
     def width(self) -> int:
@@ -171,14 +164,6 @@ class ImageLM(CausalLM):
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
 
-    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
-        """Tokenize the prompts, in the chat template if configured, with the token that begins an image behind each.
-        Raises UserError for a reference image."""
-        if any(image is not None for image in images):
-            raise UserError(f"{type(self.model).__name__} generates images from a text only, but a prompt brings an "
-                            "image: leave it out, or train its answers (text.generates: text)")
-        return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
-
     def _tokens(self, prompt: str) -> Tensor:
         if self.text.template is False or not self.processor.chat_template:
             return torch.cat([super()._tokens(prompt), torch.tensor([self.begin])])
@@ -189,31 +174,27 @@ class ImageLM(CausalLM):
         kept = (ids == self.begin) | (ids == self.model.generation_config.bos_token_id)
         return ids.masked_fill(~kept, self.padding)
 
-    @torch.no_grad()
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor) -> SampledImages:
-        """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens."""
-        return self._sample(tokenized, decoding, generators, greedy, self.guidance)
-
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
+    def generate(self, tokenized: TokenizedPrompts, generators: Generators, *drawn: Any) -> Any:
         """Images [B,3,H,W] for evaluation, at `text.eval_temperature`.
         drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`."""
         _, guidance = drawn or (0, self.shown)
         warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
-        with torch.no_grad():
-            return self._sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
+        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
 
-    def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
-                 ) -> Tensor:
+    def of_noise(self, tokenized: TokenizedPrompts, generators: Generators, output_type: str = "pt") -> Tensor:
         """Images of random tokens [B,3,H,W], without a call of the language model."""
         return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
                                                      for each in generators]))
 
-    def _sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-                greedy: Tensor, guidance: float) -> SampledImages:
+    @torch.no_grad()
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+               greedy: Tensor, guidance: float | None = None) -> SampledImages:
+        """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens.
+        guidance: None: that of the rollout."""
         from transformers import LogitsProcessorList, StaticCache
 
+        guidance = self.guidance if guidance is None else guidance
         draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
         ids, mask = self._pad_left(tokenized)
         with self._arithmetic():
@@ -273,18 +254,6 @@ class ImageLM(CausalLM):
     def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> Any:
         raise NotImplementedError("image tokens are no text")
 
-    def require_context(self, prompts: Sequence[str]) -> None:
-        """Raise UserError for a prompt that with its image is longer than the model's context."""
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for prompt in sorted(dict.fromkeys(prompts), key=len)[-4:]:
-            length = len(self.encode([prompt]).ids[0])
-            if most and length + self.grid > most:
-                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its image {self.grid}, but the "
-                                f"model's context is {most} tokens: shorten the prompt")
-
-    def most(self, text: Text) -> int:
-        return self.grid
-
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
@@ -305,10 +274,6 @@ class ImageLM(CausalLM):
 
     # --- what every policy has ---------------------------------------------------------------------------------------
 
-    def another(self, model: str) -> tuple[Any, Any]:
-        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
-        return body, processor.tokenizer
-
     def answering(self, text: Text) -> VisionLM:
         """A policy of answers about images by the same weights; text: of its completions."""
         kept = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -321,17 +286,13 @@ class ImageLM(CausalLM):
         return reader
 
 
-def require_grid(model: Any) -> None:
-    """Raise UserError for a model whose grid of image tokens is not its autoencoder's."""
-    config = model.config
-    grid, side = config.vision_config.num_image_tokens, config.vq_config.num_patches
+def grid_of(model: Any) -> tuple[int, int, int]:
+    """The number of an image's tokens, and those that begin an image and that stand for a left out text.
+    Raises UserError if one is unknown, and for a grid that is not the autoencoder's."""
+    grid, side = model.config.vision_config.num_image_tokens, model.config.vq_config.num_patches
     if grid != side ** 2:
         raise UserError(f"{type(model).__name__} generates {grid} image tokens (vision_config.num_image_tokens), but "
                         f"its autoencoder decodes {side} x {side}: expected one grid, of the model's config.json")
-
-
-def tokens_of(model: Any) -> tuple[int, int]:
-    """The tokens that begin an image and that stand for a left out text. Raises UserError if one is unknown."""
     config = model.generation_config
     known = {"generation_kwargs.boi_token_id": (getattr(config, "generation_kwargs", None) or {}).get("boi_token_id"),
              "pad_token_id": config.pad_token_id, "bos_token_id": config.bos_token_id}
@@ -339,4 +300,4 @@ def tokens_of(model: Any) -> tuple[int, int]:
         raise UserError(f"the model's generation_config.json has no {name}, which {type(model).__name__} generates "
                         "images by: add it")
     begin, blank, _ = known.values()
-    return begin, blank
+    return grid, begin, blank

@@ -22,16 +22,13 @@ from flowgrpo.config.sections import Adapter, Load, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.text.policies import causal_lm
-from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.text_weights import at_revision, present
+from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
+from flowgrpo.text.policies.text_weights import at_revision
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Completions, Scored, Traces, wide
+from flowgrpo.types import Completions, Scored, Traces, wide
 
-# Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
-TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
 SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
 
 
@@ -50,20 +47,19 @@ class MaskedLM(CausalLM):
     """
 
     process = "masks"
+    # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
+    targets = [*TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text,
-                 unmasking: Unmasking = Unmasking(), *, device: str | torch.device = "cpu", precision: str = "fp32",
-                 checkpointing: float = 0.0):
-        if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
-        super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,
-                         checkpointing=checkpointing)
+                 unmasking: Unmasking = Unmasking(), **options: Any):
+        super().__init__(model, tokenizer, adapter, text, **options)
         token = getattr(model.config, "mask_token_id", None)
         self.mask = tokenizer.mask_token_id if token is None else token
         if self.mask is None:
             raise UserError("neither the model's config nor its tokenizer says which token is a mask: set the "
                             "tokenizer's mask_token")
-        self.unmasking, self.shift = unmasking, int(model.config.model_type.lower() in SHIFTED)
+        self.plain = Unmasking(per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
+        self.shift = int(model.config.model_type.lower() in SHIFTED)
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing: `_logits` counts, since a model with its own code may call its body without the hooks."""
@@ -96,7 +92,7 @@ class MaskedLM(CausalLM):
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
             with self._arithmetic():
-                logits = self._suppress_mask(self._logits(prompts, ids)[:, first:end])
+                logits = self.permitted(self._logits(prompts, ids)[:, first:end])
             at = unmasking.choose(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
             chosen = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
             log_probs, at = unmasking(chosen), at + first
@@ -109,13 +105,6 @@ class MaskedLM(CausalLM):
 
     def _zeros(self, ids: Tensor) -> Tensor:
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
-
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
-        """Answers for evaluation: at `text.eval_temperature`, without cuts."""
-        warm, unmasking = self.text.eval_temperature, self.unmasking
-        greedy = torch.full((len(tokenized.ids),), not warm)
-        plain = Unmasking(warm or 1.0, per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
-        return self.sample(tokenized, plain, generators, greedy).texts
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +157,7 @@ class MaskedLM(CausalLM):
                entropy: bool | str) -> Tensor:
         """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
-            return score(self._logits(prompts, answers)[row, place], self._suppress_mask, ids, unmasking,
+            return score(self._logits(prompts, answers)[row, place], self.permitted, ids, unmasking,
                          entropy=entropy)
 
     def another(self, model: str) -> tuple[Any, Any]:
@@ -219,15 +208,11 @@ class MaskedLM(CausalLM):
         with self._arithmetic():
             logits = functional_call(self.model, held, (), {"inputs_embeds": inputs}).logits
         assert logits.shape[2] == x.shape[2], (logits.shape, x.shape)
-        return self._suppress_mask(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
+        return self.permitted(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
 
     def _table(self) -> tuple[str, Tensor]:
         table = self.model.get_input_embeddings().weight
         return next(key for key, parameter in self.model.named_parameters() if parameter is table), table
-
-    def texts(self, ids: Tensor, prompts: Sequence[str]) -> list[Completion]:
-        """The texts of answers ids [b,L] to the prompts [b], each up to its first end."""
-        return self.detokenize(ids, completion_masks(ids, self.ends)[0], prompts)
 
     def vocabulary(self) -> list[str]:
         """The text of every token of the model's vocabulary; "" if the tokenizer has none."""
@@ -241,7 +226,7 @@ class MaskedLM(CausalLM):
         self.evaluations += inputs.numel()
         return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
 
-    def _suppress_mask(self, logits: Tensor) -> Tensor:
+    def permitted(self, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
     def _together(self, tokenized: TokenizedPrompts, rows: Tensor) -> Tensor:

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
-from flowgrpo.text.policies.text_weights import load_causal_lm
-from flowgrpo.text.samplers.decoding import TokenDistribution
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
-from flowgrpo.types import Scored
 
 CLASSES = "AutoModelForImageTextToText", "AutoProcessor"  # of transformers, which load a model and its processor
 # Configuration keys of the placeholder tokens of an image, a video or a sound.
@@ -41,23 +39,8 @@ class Shown(TokenizedPrompts):
     images: list[dict[str, Tensor]]
 
     def rows(self, index: Tensor) -> Shown:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
         return Shown(*([values[i] for i in index.tolist()] for values in
                        (self.prompts, self.ids, self.by_token, self.images)))
-
-
-@dataclass(frozen=True, eq=False)
-class Permitted:
-    """Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
-
-    decoding: TokenDistribution
-    barred: Tensor
-
-    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        return self.decoding(logits.index_fill(-1, self.barred, -torch.inf), taken)
-
-    def temperatures(self, ids: Tensor) -> Tensor | None:
-        return self.decoding.temperatures(ids)
 
 
 class VisionLM(CausalLM):
@@ -67,6 +50,8 @@ class VisionLM(CausalLM):
     layers, not those that read images. No completion holds an image placeholder token: it is barred in the rollout and
     in the replay.
     """
+
+    classes = CLASSES
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
         from transformers import GenerationMixin
@@ -82,6 +67,8 @@ class VisionLM(CausalLM):
             self.weights.pipe = processor
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
+        # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
+        self.generating = {"suppress_tokens": self.placeholders or None}
         self._tried = False  # `_reason_apart` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
@@ -115,23 +102,27 @@ class VisionLM(CausalLM):
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         assert isinstance(tokenized, Shown), type(tokenized)
-        return _by_token(tokenized, length, before, self.device) | _images(tokenized, self.device, self.dtype)
-
-    def _generate_arguments(self) -> dict[str, Any]:
-        # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
-        return {"suppress_tokens": self.placeholders or None}
-
-    def another(self, model: str) -> tuple[Any, Any]:
-        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
-        return body, processor.tokenizer
+        inputs = {}
+        # The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions.
+        for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
+            rows = [values.get(name, like.new_zeros(len(ids), *like.shape[1:]))
+                    for ids, values in zip(tokenized.ids, tokenized.by_token)]
+            joined = pad_sequence(rows, True, padding_side="left" if before else "right")
+            inputs[name] = pad(joined, (0, 0) * (like.ndim - 1) + (0, length - joined.shape[1])).to(self.device)
+        # Those of images, concatenated; further dimensions are padded with 0, as processors do it.
+        for name in sorted({name for row in tokenized.images for name in row}):
+            given = [row[name] for row in tokenized.images if name in row]
+            most = [max(sizes) for sizes in zip(*(value.shape[1:] for value in given))]
+            joined = torch.cat([pad(value, [size for at in range(value.ndim - 1, 0, -1)
+                                            for size in (0, most[at - 1] - value.shape[at])]) for value in given])
+            inputs[name] = joined.to(self.device, self.dtype if joined.is_floating_point() else None)
+        return inputs
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
-        """As in `CausalLM`, of the tokens that are no image placeholders."""
+    def permitted(self, logits: Tensor) -> Tensor:
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
-        return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)
+        return logits.index_fill(-1, barred, -torch.inf)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
@@ -159,7 +150,6 @@ class VisionLM(CausalLM):
         return ids[~torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))][:3]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As in `CausalLM`, with the place of the trial: with an image or without."""
         return {}, {"apart": self._apart, "tried": self._tried}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -188,31 +178,6 @@ def _turns(text: Text, prompt: str, image: Any = None) -> list[dict[str, Any]]:
     said = [{"type": "image", "image": image}] if image is not None else []
     system = [{"role": "system", "content": [{"type": "text", "text": text.system}]}] if text.system else []
     return [*system, {"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
-
-
-def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
-    """The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
-    inputs = {}
-    for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
-        rows = []
-        for ids, values in zip(tokenized.ids, tokenized.by_token):
-            value, short = values.get(name, like.new_zeros(len(ids), *like.shape[1:])), length - len(ids)
-            rows.append(pad(value, (0, 0) * (value.ndim - 1) + ((short, 0) if before else (0, short))))
-        inputs[name] = torch.stack(rows).to(device)
-    return inputs
-
-
-def _images(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
-    inputs = {}
-    for name in sorted({name for row in tokenized.images for name in row}):
-        values = [row[name] for row in tokenized.images if name in row]
-        most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
-        padded = [pad(value, [size for at in range(value.ndim - 1, 0, -1)
-                              for size in (0, int(most[at - 1]) - value.shape[at])]) for value in values]
-        joined = torch.cat(padded).to(device)
-        inputs[name] = joined.to(dtype) if joined.is_floating_point() else joined
-    return inputs
 
 
 def language_layers(model: Any) -> list[str]:

@@ -14,6 +14,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 
 LICENCE = "Apache-2.0"
+Texts = Sequence[str]
+Metadata = Sequence[dict[str, Any]]
 T = TypeVar("T")
 
 # An answer's label: "answer is", "Answer:", "**Final answer** =", "答案是", or a heading alone on its line; then what
@@ -127,7 +129,7 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
     return matches[-1] if matches else None
 
 
-def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
+def keys(reward: str, metadata: Metadata, key: str, prompts: Sequence[str],
          read: Callable[[object], T]) -> list[T | None]:
     """`read` of each prompt's entry under `key`; None where there is none.
     Raises UserError that names the reward, the key and the prompt if `read` raises ValueError."""
@@ -155,8 +157,7 @@ class Keyed:
     abstain = False
     keyed = True  # nothing is scored without the key
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         known = keys(self.reward, metadata, self.key, prompts, self.read)
         return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
                 for completion, accepted in zip(completions, known)]

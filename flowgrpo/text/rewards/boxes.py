@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.text.rewards.answer_keys import LICENCE, Keyed, final_answer, keys, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Keyed, Metadata, Texts, final_answer, keys, strip_thoughts
 
 Box = tuple[float, float, float, float]
 _N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
@@ -22,12 +24,13 @@ def boxes(text: str) -> list[Box]:
     return [(float(a), float(b), float(c), float(d)) for a, b, c, d in _BOX.findall(text)]
 
 
-def iou(first: Box, second: Box) -> float:
-    """The area that two boxes share over that of their union; 0 for a box without an area."""
-    width = min(first[2], second[2]) - max(first[0], second[0])
-    height = min(first[3], second[3]) - max(first[1], second[1])
-    shared = max(0.0, width) * max(0.0, height)
-    areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (first, second)]
+def iou(first: Sequence[float], second: Sequence[float]) -> float:
+    """The area that two boxes share over that of their union, or the time of two spans; 0 for a box without an area.
+    A box or span has its lower ends first, then as many upper ones."""
+    sides = len(first) // 2
+    both = [*map(max, zip(first[:sides], second[:sides])), *map(min, zip(first[sides:], second[sides:]))]
+    shared, *areas = (math.prod(max(0.0, high - low) for low, high in zip(box[:sides], box[sides:]))
+                      for box in (both, first, second))
     return shared / (sum(areas) - shared) if min(areas) > 0 else 0.0
 
 
@@ -36,12 +39,11 @@ def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
     count 0. Pairs are formed from the best IoU on, each box in one."""
     pairs = sorted(((iou(box, other), -i, -j) for i, box in enumerate(named) for j, other in enumerate(wanted)),
                    reverse=True)
-    total, used = 0.0, (set[int](), set[int]())
-    for value, i, j in pairs:
-        if i not in used[0] and j not in used[1]:
-            used[0].add(i)
-            used[1].add(j)
-            total += value
+    total = 0.0
+    while pairs:
+        value, best, of = pairs[0]
+        total += value
+        pairs = [pair for pair in pairs if pair[1] != best and pair[2] != of]
     return total / max(len(named), len(wanted), 1)
 
 
@@ -84,8 +86,7 @@ class BoxFormat:
     key: str = "size"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         sizes = keys("box_format", metadata, self.key, prompts, _size)
         scores = []
         for text, size in zip(completions, sizes):
@@ -104,23 +105,13 @@ def _size(value: object) -> tuple[float, float]:
 
 def seconds(text: str) -> float:
     """A time, such as 12.5, 1:05 or 1:02:03.5, in seconds."""
-    total = 0.0
-    for part in text.split(":"):
-        total = 60 * total + float(part)
-    return total
+    return functools.reduce(lambda total, part: 60 * total + float(part), text.split(":"), 0.0)
 
 
 def span(text: str) -> tuple[float, float] | None:
     """The last span of time that a text names, such as "12.5 to 20 s", "[12.5, 20]" or "0:05-0:20"."""
     spans = _SPAN.findall(text)
     return (seconds(spans[-1][0]), seconds(spans[-1][1])) if spans else None
-
-
-def time_iou(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """The time that two spans share over that of their union; 0 for a span without a length."""
-    shared = max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
-    lengths = [end - start for start, end in (first, second)]
-    return shared / (sum(lengths) - shared) if min(lengths) > 0 else 0.0
 
 
 @built_in("time_iou")
@@ -149,5 +140,5 @@ class TimeIoU(Keyed):
 
     def _one(self, completion: str, accepted: tuple[float, float]) -> float:
         named = span(final_answer(completion) or strip_thoughts(completion))
-        value = 0.0 if named is None else time_iou(named, accepted)
+        value = 0.0 if named is None else iou(named, accepted)
         return value if value >= self.floor else 0.0

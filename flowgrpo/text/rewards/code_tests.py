@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.remote.exchange import side_by_side
-from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, answer_tag, code_blocks, keys, strip_thoughts
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, run
 
@@ -98,8 +97,7 @@ class CodeRun:
                             "`flowgrpo reward serve code_run`")
         object.__setattr__(self, "boundary", choose(self.accept_risk))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
         jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
 
@@ -137,26 +135,19 @@ def pace_score(share: float, seconds: float, pace: float) -> float:
 def find_json(text: str) -> Any:
     """The JSON of a completion: its last block of code that holds some, or else all text in its <answer> tags or,
     without these, after its thoughts.
-    Raises ValueError if that is not JSON; NaN and infinities are not."""
+    Raises ValueError, or RecursionError, if that is not JSON; NaN and infinities are not."""
     text = strip_thoughts(text)
-    inside = answer_tag(text)
-    text = text if inside is None else inside
+    text = text if (inside := answer_tag(text)) is None else inside
     for block in reversed(code_blocks(text, "", "json")):
         try:
-            return _parse_json(block)
-        except ValueError:
+            return json.loads(block, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             continue
-    return _parse_json(text)
+    return json.loads(text, parse_constant=_refuse)
 
 
-def _parse_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def validator(schema: object) -> Any:
@@ -216,8 +207,7 @@ class JsonSchema:
             shown = one_line(repr(self.schema)[:120])
             raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         checks = ([self.checked] * len(prompts) if self.checked is not None else
                   keys("json_schema", metadata, self.key, prompts, validator))
         return [None if check is None else self._one(text, check) for text, check in zip(completions, checks)]
@@ -326,32 +316,27 @@ class SvgRender:
 
             object.__setattr__(self, "features", extractor(self.features))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         return [None if self.key not in entry else self._one(text, entry[self.key])
                 for text, entry in zip(completions, metadata)]
 
     def _one(self, text: str, path: str) -> float:
+        from torchvision.transforms.functional import resize
+
+        from flowgrpo.rewards.preprocessing import read_tensor
+
         code = svg_of(text)
         if code is None or not sound(code, self.longest):
             return 0.0
         image = render(code, self.size, self.size)
         if image is None:
             return 0.0
-        reference = _reference(path, self.size)
+        require_open()
+        try:
+            reference = resize(read_tensor(path), [self.size, self.size], antialias=True)
+        except UserError as error:
+            raise UserError(f"reward 'svg_render': the reference {error}") from None
         value = similarity(image, reference, self.edges)
         if self.semantic:
             value += self.semantic * (alike(self.features(image[None]), self.features(reference[None])) - value)
         return max(0.0, value - self.brevity * len(code) / self.longest)
-
-
-def _reference(path: str, size: int) -> Tensor:
-    from torchvision.transforms.functional import resize
-
-    from flowgrpo.rewards.preprocessing import read_tensor
-
-    require_open()
-    try:
-        return resize(read_tensor(path), [size, size], antialias=True)
-    except UserError as error:
-        raise UserError(f"reward 'svg_render': the reference {error}") from None

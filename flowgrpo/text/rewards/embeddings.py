@@ -20,7 +20,7 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.guards import distances
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
-from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, several, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, final_answer, keys, several, strip_thoughts
 from flowgrpo.text.rewards.rules import normalise
 
 
@@ -37,18 +37,27 @@ def pad_rows(rows: Sequence[list[int]], device: Any, padding: int = 0) -> tuple[
             torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device))
 
 
-class TextEncoder(LocalModel):
-    """Reward that embeds texts by a model of transformers; a subclass has `model`, `revision` and `longest`."""
+class TextModel(LocalModel):
+    """Reward by a model of transformers and its tokenizer; a subclass has `model`, and `revision` if it takes one."""
 
     model: str
-    revision: str | None
+    revision: str | None = None
+
+    def _pretrained(self, kind: str, **more: Any) -> tuple[Any, Any]:
+        import transformers
+
+        given = self.model, self.revision, "model"
+        return (load_pretrained(self.reward, getattr(transformers, kind), *given, dtype=self.float_type, **more),
+                load_pretrained(self.reward, transformers.AutoTokenizer, *given))
+
+
+class TextEncoder(TextModel):
+    """Reward that embeds texts by a model of transformers; a subclass has `model` and `longest`."""
+
     longest: int
 
     def _load(self) -> tuple[Any, ...]:
-        from transformers import AutoModel, AutoTokenizer
-
-        network = load_pretrained(self.reward, AutoModel, self.model, self.revision, "model", dtype=self.float_type)
-        return network, load_pretrained(self.reward, AutoTokenizer, self.model, self.revision, "model")
+        return self._pretrained("AutoModel")
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
@@ -91,8 +100,7 @@ class SemanticSimilarity(TextEncoder):
                             "expected args: {model: FOLDER}, and longest from 1")
         super().__post_init__()
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
         answers = [final_answer(text) or strip_thoughts(text).strip() for text in completions]
         texts = sorted({*answers, *(text for accepted in references for text in accepted or ())})
@@ -141,8 +149,7 @@ class TextDiversity:
 
             object.__setattr__(self, "features", load(self.features))
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float]:
         if callable(self.features):
             features: Tensor = torch.as_tensor(self.features(completions))
             return distances(features.reshape(len(features) // group, group, -1)).flatten().tolist()
@@ -177,8 +184,7 @@ class ReferenceBand:
             raise UserError(f"reward 'reference_band': `deviation` is {self.deviation}, bonus {self.bonus} and ngram "
                             f"{self.ngram}, expected 0 to below 1, 0 or more, and 1 or more")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float | None]:
         references = keys("reference_band", metadata, self.key, prompts, several)
         apart = [score for at in range(0, len(completions), group)
                  for score in lexical(completions[at:at + group], self.ngram)]
@@ -290,7 +296,6 @@ class TextScorer(TextEncoder):
     batch_size: int = field(default=32, kw_only=True)
     known: LearnedHeads = field(init=False, repr=False)
     reward = "text_scorer"
-    revision = None
     about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, weights of your own")
 
     def __post_init__(self) -> None:
@@ -309,8 +314,7 @@ class TextScorer(TextEncoder):
     def _load(self) -> tuple[Any, ...]:
         return super()._load() if self.known.encoder else ()
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         given = self.weights or dict.fromkeys(self.known.aspects, 1.0)
         weight = torch.tensor([given.get(name, 0.0) for name in self.known.aspects], dtype=torch.float64)
         scores = self.scores(completions, [str(entry.get(self.category, "")) for entry in metadata])

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.judge import LICENCE as MODELS_LICENCE
 from flowgrpo.rewards.vlm_judge.judge import Asking, Judge
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several, strip_thoughts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class TextJudge(Tagged, Judge):
     about = About(modality="text", range=(None, None), needs="server", licence=MODELS_LICENCE)
 
     def __call__(  # type: ignore[override]  # the metadata may hold a reference
-            self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+            self, completions: Texts, prompts: Texts, metadata: Metadata,
     ) -> list[float | Failed]:
         known = keys("text_judge", metadata, self.key, prompts, several)
         questions = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
@@ -57,8 +57,7 @@ class TextJudge(Tagged, Judge):
         return super().__call__(completions, questions)
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One rubric item: its test of a text, its weight, and whether a text that misses it scores 0."""
 
     met: Check
@@ -141,8 +140,7 @@ class Rubric:
     key: str = "rubric"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         rubrics = keys("rubric", metadata, self.key, prompts, items)
         return [None if rubric is None else share(strip_thoughts(text), rubric)
                 for text, rubric in zip(completions, rubrics)]

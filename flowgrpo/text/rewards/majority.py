@@ -1,8 +1,5 @@
 """Rewards by majorities of a group's answers: agreement with them, and labels that a run makes or mends from them.
 
-    reward: {majority: {args: {score: share, certainty: 0.1}}}
-    reward: {pseudo_labels: {args: {similarity: 0.9}}}
-
 `majority` needs no answer key: it trains on prompts alone. `pseudo_labels` and `refined_labels` are for prompts of
 which some have no label, or a wrong one. They remember the epochs before in the memory of the run (`Context.memory`),
 which its checkpoints keep, and need one process.
@@ -11,24 +8,24 @@ which its checkpoints keep, and need one process.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several
 from flowgrpo.text.rewards.numeric import NumericMatch
 from flowgrpo.text.rewards.rules import ExactMatch
-
-# --- pure ------------------------------------------------------------------------------------------------------------
 
 
 def mode(answers: Sequence[Hashable | None]) -> Hashable | None:
     """The most frequent answer, of ties the one that appears first; None, no answer, does not count."""
-    counts = Counter(answer for answer in answers if answer is not None)
-    return max(counts, key=lambda answer: counts[answer]) if counts else None
+    known = [answer for answer in answers if answer is not None]
+    return statistics.mode(known) if known else None
 
 
 def agreement(answers: Sequence[Hashable | None]) -> list[float]:
@@ -47,9 +44,6 @@ def certainty(answers: Sequence[Hashable | None]) -> float:
     """1 less the entropy of a group's answers over that of answers that all differ: 1 where all agree."""
     shares = [count / len(answers) for count in Counter(answers).values()]
     return 1 - sum(-share * math.log(share) for share in shares) / math.log(len(answers)) if len(answers) > 1 else 1.0
-
-
-# --- for a recipe ----------------------------------------------------------------------------------------------------
 
 
 @built_in("majority")
@@ -76,8 +70,7 @@ class Majority:
             raise UserError(f"reward 'majority': score is {self.score!r}, kind {self.kind!r}, certainty "
                             f"{self.certainty}, expected vote or share, text or number, and 0 or more")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata, group: int) -> list[float]:
         read = reader(self.kind)
         rate = agreement if self.score == "vote" else frequencies
         values: list[float] = []
@@ -93,14 +86,9 @@ def reader(kind: str) -> Callable[[str], Hashable | None]:
     return lambda text: getattr(NumericMatch().answer(text), "value", None)
 
 
-# --- pure ------------------------------------------------------------------------------------------------------------
-
-
 def slope(values: Sequence[float]) -> float:
     """The slope of the least-squares line through values at 0, 1, 2, ...; 0 for fewer than two."""
-    middle, mean = (len(values) - 1) / 2, sum(values) / max(1, len(values))
-    squares = sum((place - middle) ** 2 for place in range(len(values)))
-    return sum((place - middle) * (value - mean) for place, value in enumerate(values)) / squares if squares else 0.0
+    return statistics.linear_regression(range(len(values)), values).slope if len(values) > 1 else 0.0
 
 
 def refine_label(history: Sequence[tuple[str | None, float]], window: int) -> str | None:
@@ -108,10 +96,8 @@ def refine_label(history: Sequence[tuple[str | None, float]], window: int) -> st
     history: of each visit so far the group's majority answer and its share. The last `window` visits have to agree on
     one answer, and the share of it to rise."""
     last = history[-window:]
-    answers = {answer for answer, _ in last}
-    if len(last) < window or len(answers) > 1 or not slope([share for _, share in last]) > 0:
-        return None
-    return last[0][0]
+    stable = len(last) == window and len({answer for answer, _ in last}) == 1
+    return last[0][0] if stable and slope([share for _, share in last]) > 0 else None
 
 
 def alike(first: Sequence[float], second: Sequence[float]) -> float:
@@ -121,12 +107,8 @@ def alike(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def mean_trajectory(trajectories: Sequence[Sequence[float]]) -> list[float]:
-    longest = max(map(len, trajectories), default=0)
-    reaching = [[each[place] for each in trajectories if len(each) > place] for place in range(longest)]
+    reaching = [[value for value in column if value is not None] for column in zip_longest(*trajectories)]
     return [sum(values) / len(values) for values in reaching]
-
-
-# --- for a recipe ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +128,7 @@ class Remembering:
         if self.kind not in ("text", "number"):
             raise UserError(f"reward {self.reward!r}: kind is {self.kind!r}, expected text or number")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata,
                  group: int, memory: dict[str, Any] | None = None, epoch: int | None = None) -> list[float | None]:
         past = Past({} if memory is None else memory, epoch)
         labels, read = keys(self.reward, metadata, self.key, prompts, several), reader(self.kind)

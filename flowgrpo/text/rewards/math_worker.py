@@ -7,6 +7,7 @@ long.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -60,7 +61,10 @@ def main(memory: int, seconds: float) -> None:
     except ImportError as error:
         print(json.dumps(f"it cannot import math_verify: {error}"), file=log, flush=True)
         return
-    _limit(memory * 2**20)
+    with contextlib.suppress(ImportError, OSError, ValueError):  # a system without this limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory * 2**20,) * 2)
     print(json.dumps("ready"), file=log, flush=True)
     for line in sys.stdin:
         _end_after(seconds + 10)
@@ -70,15 +74,6 @@ def main(memory: int, seconds: float) -> None:
             right = False
         _end_after(0)
         print(json.dumps("yes" if right else "no"), file=log, flush=True)
-
-
-def _limit(size: int) -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    except (ImportError, OSError, ValueError):  # a system without this limit
-        pass
 
 
 def _end_after(seconds: float) -> None:

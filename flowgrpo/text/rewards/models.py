@@ -1,7 +1,5 @@
 """Rewards that read a causal language model, the policy or another one: likelihood of a reference answer (DRO), depth
 of reasoning (GRPO-R), and reward models with a scalar head.
-
-reward: {reference_likelihood: {args: {before: "<answer>"}, transform: [rank]}}
 """
 
 from __future__ import annotations
@@ -15,22 +13,20 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments
+from flowgrpo.rewards.local_model import require_arguments
 from flowgrpo.rewards.vlm_judge.judge import fill_template
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
-from flowgrpo.text.rewards.embeddings import pad_rows
+from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several, strip_thoughts
+from flowgrpo.text.rewards.embeddings import TextModel, pad_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-class PolicyModel(LocalModel):
+class PolicyModel(TextModel):
     """Reward by a causal language model; a subclass has the argument `model`.
 
     model: "policy", the one that is trained, as it is when it is scored; or a folder or name on the hub.
     Raises UserError for a policy that is no causal language model, and for "policy" outside a training run.
     """
-
-    model: str
 
     def __post_init__(self) -> None:
         if self.reads_policy:
@@ -48,11 +44,7 @@ class PolicyModel(LocalModel):
         return () if self.reads_policy else super().models
 
     def _load(self) -> tuple[Any, Any]:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        network = load_pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
-                             use_safetensors=True)
-        return network, load_pretrained(self.reward, AutoTokenizer, self.model, None, "model")
+        return self._pretrained("AutoModelForCausalLM", use_safetensors=True)
 
     def _prompt(self, prompt: str, policy: Any) -> tuple[Any, Any, list[int]]:
         """The network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
@@ -70,7 +62,7 @@ class PolicyModel(LocalModel):
 
 @built_in("reward_model", "human preference rlhf helpful harmless")
 @dataclass(frozen=True, eq=False)
-class RewardModel(LocalModel):
+class RewardModel(TextModel):
     """Score that a sequence classification model of transformers gives a prompt with its completion.
 
     model: its folder or name on the hub, with safetensors and one label. revision: of the hub.
@@ -109,14 +101,10 @@ class RewardModel(LocalModel):
                             "such as \"{prompt}\\n{completion}\"")
 
     def _load(self) -> tuple[Any, Any]:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        network = load_pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision,
-                                  "model", dtype=self.float_type, use_safetensors=True)
-        return network, load_pretrained("reward_model", AutoTokenizer, self.model, self.revision, "model")
+        return self._pretrained("AutoModelForSequenceClassification", use_safetensors=True)
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float | None]:
         """B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
@@ -192,7 +180,7 @@ class ReferenceLikelihood(PolicyModel):
     group = True
     keyed = True  # nothing is scored without the key
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata,
                  group: int, policy: Any = None) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
         values: list[float | None] = []
@@ -209,28 +197,22 @@ class ReferenceLikelihood(PolicyModel):
     def log_probs(self, prompt: str, texts: Sequence[str], reference: str, policy: Any = None) -> Tensor:
         """The log-probability of each token of the reference behind each of G texts, float32 [G, L]."""
         network, tokenizer, begun = self._prompt(prompt, policy)
+        device = next(network.parameters()).device
         wanted = tokenizer(reference, add_special_tokens=False)["input_ids"]
         rows = [begun + tokenizer(self.reasoning(text), add_special_tokens=False)["input_ids"] + wanted
                 for text in texts]
-        values = [self._log_probs(network, rows[at:at + self.batch_size], wanted)
-                  for at in range(0, len(rows), self.batch_size)]
+        values = []
+        for at in range(0, len(rows), self.batch_size):
+            ids, mask = pad_rows(rows[at:at + self.batch_size], device)
+            logits = network(input_ids=ids, attention_mask=mask).logits
+            places = mask.sum(1, keepdim=True) - len(wanted) - 1 + torch.arange(len(wanted), device=device)
+            logp = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[2])).float().log_softmax(-1)
+            values.append(logp.gather(2, ids.gather(1, places + 1)[..., None])[..., 0].cpu())
         return torch.cat(values)
 
     def reasoning(self, text: str) -> str:
         """A completion up to its last `before`, or all of it without one, with `before` behind it."""
         return (text.rpartition(self.before)[0] if self.before and self.before in text else text) + self.before
-
-    @staticmethod
-    def _log_probs(network: Any, rows: Sequence[list[int]], wanted: Sequence[int]) -> Tensor:
-        """`log_probs` of some rows of tokens, which all end in the wanted ones; they are padded at their ends."""
-        device = next(network.parameters()).device
-        ids, mask = pad_rows(rows, device)
-        logits = network(input_ids=ids, attention_mask=mask).logits
-        places = torch.tensor([[len(row) - len(wanted) - 1 + i for i in range(len(wanted))] for row in rows],
-                              device=device)
-        logp = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[2])).float().log_softmax(-1)
-        target = torch.tensor(wanted, device=device).expand(len(rows), -1)
-        return logp.gather(2, target[..., None])[..., 0].cpu()
 
 
 NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")  # names of the norm before the head
@@ -269,7 +251,7 @@ class ReasoningDepth(PolicyModel):
         super().__post_init__()
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], policy: Any = None) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, policy: Any = None) -> list[float | None]:
         return [self._one(prompt, completion, policy) for prompt, completion in zip(prompts, completions)]
 
     def _one(self, prompt: str, completion: str, policy: Any) -> float | None:

@@ -10,16 +10,15 @@ import ast
 import contextlib
 import json
 import operator
-import queue
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import IO
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
@@ -164,16 +163,12 @@ def _leads_to(side: str, number: Number) -> bool:
 
 def _number(match: re.Match[str]) -> Number | None:
     try:
-        value = (int(match["whole"]) + _fraction(*match["part"].split("/")) if match["whole"] else
-                 _fraction(match["over"], match["under"] or "1"))
+        over, under = match["part"].split("/") if match["whole"] else (match["over"], match["under"] or "1")
+        value = int(match["whole"] or 0) + _decimal(over) / _decimal(under)
     except (ValueError, ZeroDivisionError):
         return None
     value = -value if match["sign"] == "-" else value
     return Number(value / 100, True) if match["percent"] else Number(value)
-
-
-def _fraction(over: str, under: str) -> Fraction:
-    return _decimal(over) / _decimal(under)
 
 
 def _decimal(text: str) -> Fraction:
@@ -293,54 +288,45 @@ class Worker:
     def __init__(self, *command: str) -> None:
         self._command, self._lock = command, threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str] = queue.Queue()
+        self._reader = ThreadPoolExecutor(1)  # waits for lines: a pipe alone has no time limit on every system
 
     def ask(self, question: Sequence[str | None], seconds: float) -> str | None:
         """The answer to a question; None if none comes within the time, or the process dies of it.
         Raises Failed if the process does not start."""
         with self._lock:
             if self._process is None:
-                self._start()
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                                 text=True, encoding="utf-8", stderr=subprocess.DEVNULL)
+                if (answer := self._answer(START)) != "ready":
+                    self._end()
+                    raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({answer})")
             try:
                 self._process.stdin.write(json.dumps(question) + "\n")
                 self._process.stdin.flush()
             except OSError:
                 self._end()
                 return None
-            answer = self._answer(seconds)
-            if not answer:
-                self._end()
-            return answer or None
-
-    def _start(self) -> None:
-        self._answers = queue.Queue()
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         encoding="utf-8", stderr=subprocess.DEVNULL)
-        threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True).start()
-        if (answer := self._answer(START)) != "ready":
-            self._end()
-            raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({answer})")
+            return self._answer(seconds)
 
     def _answer(self, seconds: float) -> str | None:
+        """The next line; None, and the end of the process, if it has none within the time."""
+        line = ""
         try:
-            line = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
+            with contextlib.suppress(TimeoutError):
+                line = self._reader.submit(self._process.stdout.readline).result(seconds)
+        finally:
+            if not line:
+                self._end()
         return json.loads(line) if line else None
 
     def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(OSError):  # input that was never read
-            self._process.stdin.close()
-        self._process = None
-
-
-def _read(lines: IO[str], answers: queue.Queue[str]) -> None:
-    with lines:
-        for line in lines:
-            answers.put(line)
-    answers.put("")
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError):  # input that was never read
+                process.stdin.close()
+            self._reader.submit(process.stdout.close)
 
 
 @built_in("math_answer", "maths correct latex math500")

@@ -1,7 +1,5 @@
 """Image rewards of rewritten prompts: a frozen pipeline draws from a completion, and rewards score it for the prompt.
 
-    reward: {pictured: {args: {pipeline: PIPELINE, rewards: [pickscore], images: 2}}}
-
 It trains a prompt enhancer: a language model that rewrites prompts, with the pipeline as its environment (EPO).
 """
 
@@ -33,7 +31,6 @@ from flowgrpo.text.rewards.answer_keys import answer_tag, strip_thoughts
 from flowgrpo.types import Completion
 
 SHOWN = 320  # longer side of an image that is kept for display, in pixels
-NOISES = ("epoch", "prompt")
 
 
 def rewritten(completion: str) -> str:
@@ -121,7 +118,7 @@ class Pictured(Combined):
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
         self._require(self.images >= 1, "images", "1 or more")
-        self._require(self.noise in NOISES, "noise", " or ".join(NOISES))
+        self._require(self.noise in ("epoch", "prompt"), "noise", "epoch or prompt")
         self._require(not ELSEWHERE.keys() & self.call.keys(), "call",
                       f"none of {', '.join(ELSEWHERE)}, which are set for it")
         require_arguments("pictured", self.dtype, self.device, self.batch_size)

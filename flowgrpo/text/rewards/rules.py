@@ -15,6 +15,8 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.text.rewards.answer_keys import (
     LICENCE,
     Keyed,
+    Metadata,
+    Texts,
     final_answer,
     keys,
     several,
@@ -89,7 +91,7 @@ class FormatTags:
             raise UserError(f"reward 'format_tags': tags is {self.tags!r}, expected different names, such as "
                             "[think, answer]")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         first = f"<{self.tags[0]}>"
         shares = [tag_share(first + text if self.begun or getattr(text, "opened", "") == first else text, self.tags)
                   for text in completions]
@@ -108,9 +110,6 @@ def tag_share(text: str, tags: Sequence[str]) -> float:
         len(marks) + 2)
 
 
-NGRAM_UNITS = ("words", "characters")
-
-
 def distinct(text: str, n: int, unit: str = "words") -> float | None:
     """The share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
     unit: words between spaces, in lower case, or characters without spaces."""
@@ -121,7 +120,7 @@ def distinct(text: str, n: int, unit: str = "words") -> float | None:
 
 
 def _require_ngrams(reward: str, n: int, unit: str) -> None:
-    if type(n) is not int or n < 1 or unit not in NGRAM_UNITS:
+    if type(n) is not int or n < 1 or unit not in ("words", "characters"):
         raise UserError(f"reward {reward!r}: n is {n!r} and unit {unit!r}, expected 1 or more, and words or characters")
 
 
@@ -140,7 +139,7 @@ class Repetition:
     def __post_init__(self) -> None:
         _require_ngrams("repetition", self.n, self.unit)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         shares = [distinct(text, self.n, self.unit) for text in completions]
         return [0.0 if share is None else share - 1 for share in shares]
 
@@ -160,7 +159,7 @@ class Distinct:
     def __post_init__(self) -> None:
         _require_ngrams("distinct", self.n, self.unit)
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         return [distinct(text, self.n, self.unit) or 0.0 for text in completions]
 
 
@@ -168,8 +167,7 @@ UNITS = ("words", "characters", "tokens")
 TOKENS = "completion_tokens"  # metadata key
 
 
-def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-          unit: str) -> list[float]:
+def sizes(reward: str, completions: Texts, prompts: Texts, metadata: Metadata, unit: str) -> list[float]:
     """The length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
     Raises UserError if that is not a number from 0 up."""
     if unit == "words":
@@ -222,8 +220,7 @@ class Length:
         _require("text_length", 0 <= self.low <= self.high and self.margin >= 0, self.unit,
                  f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [window(size, self.low, self.high, self.margin)
                 for size in sizes("text_length", completions, prompts, metadata, self.unit)]
 
@@ -245,8 +242,7 @@ class Overlong:
         _require("overlong", 0 <= self.buffer <= self.longest and self.longest > 0, self.unit,
                  f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [overlong(size, self.longest, self.buffer)
                 for size in sizes("overlong", completions, prompts, metadata, self.unit)]
 
@@ -262,8 +258,7 @@ class CompletionLength:
     def __post_init__(self) -> None:
         _require("completion_length", True, self.unit, "")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return sizes("completion_length", completions, prompts, metadata, self.unit)
 
 
@@ -292,8 +287,7 @@ class LengthCurve:
         _require("length_curve", self.longest > 0 and 0 < self.turn < 1, self.unit,
                  f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
         return [turning(size / self.longest, self.turn)
                 for size in sizes("length_curve", completions, prompts, metadata, self.unit)]
 
@@ -343,9 +337,6 @@ class MultiChoice(Keyed):
         return len(answer & right) / len(right if self.strict else answer | right)
 
 
-METRICS = ("chrf", "bleu")
-
-
 @built_in("translation", "bleu language")
 @dataclass(frozen=True)
 class Translation:
@@ -363,12 +354,11 @@ class Translation:
     keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise UserError(f"reward 'translation': metric is {self.metric!r}, expected {' or '.join(METRICS)}")
+        if self.metric not in ("chrf", "bleu"):
+            raise UserError(f"reward 'translation': metric is {self.metric!r}, expected chrf or bleu")
         import_optional("sacrebleu", "translation", "reward 'translation'")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
         sacrebleu = import_optional("sacrebleu", "translation", "reward 'translation'")
         metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
         wanted = keys("translation", metadata, self.key, prompts, several)

@@ -15,6 +15,7 @@ import torch
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.resampling import TeacherAnswers, solutions_of
 from flowgrpo.data.images import noised_image
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
@@ -27,8 +28,7 @@ from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.targets import TARGETS, score_steps
-from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
+from flowgrpo.text.rollouts.targets import CompletionTokens, score_steps
 from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
@@ -48,19 +48,19 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
     policy: Any  # a `CausalLM` or a `MaskedLM`
     source = "sampler"
+    weighs_replays = True
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
-        self.target = TARGETS[type(method.target)](self)
+        self.target, self.drawer = CompletionTokens(self), self.policy  # or an engine
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         # [5] of a part: drawn tokens, sums of sampler - trainer, weight and above the cap, and the largest difference
         self.mismatches: list[torch.Tensor] = []
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
-        """Tokenise prompts."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], images=[prompt_inputs(p) for p in batch])
         decoding = self.method.generation.decoding
@@ -86,14 +86,16 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its texts or images.
-        judge: the total reward, by which a method learns what states are worth. value: of methods for images; unused
-        here. turn: how often the epoch has drawn before."""
-        before, generation = self.drawn_tokens(), self.method.generation
+        if self.drawer is not self.policy:
+            with self.clock("rollout"):
+                self.drawer.sync(self.policy)
+        before, generation = self.drawer.evaluations, self.method.generation
         kernel = generation.decoding
         self.mismatches = self.mismatches if turn else []
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
-        conditioning = self.rank_answers(conditioning)
+        if self.has_teachers:  # whose answers join a group in the order of how well the policy comprehends them
+            with self.clock("rollout"):
+                conditioning = rank_answers(self.policy, conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for parts in self.drawn_together(len(conditioning.prompts)):
             # Every row has a generator of its own: what else is drawn beside it changes it by rounding alone.
@@ -116,17 +118,14 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 part = self.add_values(part, conditioning, seed, judge)
                 outputs = [batch.outputs for batch in batches]
                 yield part, [torch.cat(outputs) if torch.is_tensor(outputs[0]) else list(chain(*outputs))]
-        self.count(self.drawn_tokens() - before)
-
-    def drawn_tokens(self) -> int:
-        """Tokens that went through the model so far to draw completions."""
-        return self.policy.evaluations
+        self.count(self.drawer.evaluations - before)
 
     def draw(self, generation: TokenRollout, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator],
              greedy: torch.Tensor) -> list[SampledCompletions]:
         """Completions of whole groups of rows [B]."""
-        return generation.draws(self.policy, tokenized, generation.decoding, generators, greedy, self.geometry.group,
-                                self.geometry.generation_batch)
+        most = self.geometry.generation_batch if self.drawer.limited else len(generators)
+        return generation.draws(self.drawer, tokenized, generation.decoding, generators, greedy, self.geometry.group,
+                                most)
 
     def with_old_scores(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the old scores that the surrogate reads beside those of the draw."""
@@ -144,13 +143,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         taken: Any
         [taken] = part.transitions
         return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
-
-    def rank_answers(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
-        """The prompts with teachers' answers in the order in which they join a group."""
-        if not self.has_teachers:
-            return conditioning
-        with self.clock("rollout"):
-            return rank_answers(self.policy, conditioning)
 
     def add_values(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """The part in segments, where its credit needs them: with Monte-Carlo values of the states between them, or
@@ -171,13 +163,13 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         return replace(part, transitions=(completions,))
 
     def stateful(self) -> dict[str, Stateful]:
-        """The policy, whose trials are made once in a run."""
-        return {"language": self.policy}
+        return {"language": self.policy}  # whose trials are made once in a run
 
     def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the old scores of its replay, and with weights of its tokens where precision is below fp32."""
         again = super().rescore(part, conditioning)
-        return again if self.policy.exact or self.policy.process == "masks" else self.add_token_weights(part, again)
+        same = self.policy.exact or self.policy.process == "masks" or not self.weighs_replays
+        return again if same else self.add_token_weights(part, again)
 
     def add_token_weights(self, drawn: Part, trained: Part) -> Part:
         """The part `trained`, with the trainer's log-probabilities, with weights of its tokens.
@@ -222,44 +214,21 @@ def prompt_inputs(prompt: Prompt) -> Any:
 class EngineRollouts(TextRollouts):
     """`TextRollouts` whose completions an engine draws; the old log-probabilities are always the replay's."""
 
-    source = "engine"
+    source, weighs_replays = "engine", False  # weights come from the engine's scores alone
 
-    def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
-                 clock: PhaseTimer):
-        super().__init__(config, policy, method, geometry, processes, clock)
-        draws = self.method.generation.draws
+    def __init__(self, config: Config, *others: Any):
+        super().__init__(config, *others)
+        draws, decoding = self.method.generation.draws, self.method.generation.decoding
         if not isinstance(draws, Independent):
             raise UserError(f"method {config.method} samples the completions of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
-        if self.method.generation.decoding.temperatures(torch.zeros(1, 1, dtype=torch.int64)) is not None \
-                and config.text.engine == "vllm":
-            raise UserError(f"parts.decoding {type(self.method.generation.decoding).__name__} changes the temperature "
-                            "within a text, which no engine does: leave text.engine out")
-        self.engine = engines.make(config, policy, self.processes.count)
-
-    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
-               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        """Sample as `TextRollouts`, by the engine with the present weights."""
-        with self.clock("rollout"):
-            self.engine.sync(self.policy)
-        yield from super().sample(conditioning, epoch, judge, value, turn)
-
-    def drawn_tokens(self) -> int:
-        return self.engine.evaluations
-
-    def draw(self, generation: TokenRollout, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator],
-             greedy: torch.Tensor) -> list[SampledCompletions]:
-        """Completions of rows [B], as many in a call as the engine takes."""
-        most = self.geometry.generation_batch if self.engine.limited else len(generators)
-        return [self.engine.sample(tokenized.rows(at), generation.decoding, [generators[i] for i in at], greedy[at])
-                for at in torch.arange(len(generators)).split(most)]
+        if config.text.engine == "vllm" and decoding.temperatures(torch.zeros(1, 1, dtype=torch.int64)) is not None:
+            raise UserError(f"parts.decoding {type(decoding).__name__} changes the temperature within a text, which no "
+                            "engine does: leave text.engine out")
+        self.drawer = self.engine = engines.make(config, self.policy, self.processes.count)
 
     def with_old_scores(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the trainer's old scores, and weights for the mismatch of sampler and trainer."""
         with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
             trained = self.rescore(part, conditioning)
         return self.add_token_weights(part, trained)
-
-    def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
-        """The part with the old scores of its replay; weights come from the engine's alone."""
-        return GroupSampler.rescore(self, part, conditioning)

@@ -24,7 +24,6 @@ from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
-from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import SoftTexts
 from flowgrpo.text.rollouts.completions import EngineRollouts, TextRollouts
 from flowgrpo.text.samplers.decoding import completion_masks
@@ -38,6 +37,8 @@ SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.pairs` sets t
 
 class RecordedTextRollouts(TextRollouts):
     """Causal language model whose group of a prompt is its recorded pair, the chosen text first."""
+
+    weighs_replays = False
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts of recorded pairs; their `answers` are the texts of their pairs, two per prompt."""
@@ -60,16 +61,12 @@ class RecordedTextRollouts(TextRollouts):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Yield the pairs of the prompts, scored by the present policy, each part with its texts.
-        judge, value, turn: of methods that draw; unused here."""
+        """Yield the pairs of the prompts, scored by the present policy, each part with its texts."""
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
             with self.clock("encode"):
                 recorded = self._to_completions(conditioning, prompts, texts)
             yield self.target.record(groups, prompts, [recorded]), [[*recorded.texts]]
-
-    def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
-        return GroupSampler.rescore(self, part, conditioning)
 
     @torch.no_grad()
     def _to_completions(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:
@@ -124,13 +121,11 @@ class Relaxed(Part):
 class RelaxedRollouts(TextRollouts):
     """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
 
-    def __init__(self, config: Config, policy: MaskedLM, method: Method, geometry: BatchShape, processes: Processes,
-                 clock: PhaseTimer):
-        super().__init__(config, policy, method, geometry, processes, clock)
-        weights = self.policy.weights
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
         # fro, which a backward pass would not see.
-        self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
+        self.base_weights = {key: tensor.detach().clone() for key, tensor in self.policy.weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
     def repeat_prompt(self, prompt: Prompt, count: int) -> SoftTexts:
@@ -140,8 +135,6 @@ class RelaxedRollouts(TextRollouts):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
-        value: the reward whose gradient is followed. turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
@@ -153,14 +146,14 @@ class RelaxedRollouts(TextRollouts):
             with self.clock("rollout"), torch.no_grad():
                 batches = [self._sample_and_score(part, conditioning, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
-            texts = self.policy.texts(torch.cat([answers.argmax(-1) for answers, _ in batches]),
-                                      [conditioning.prompts[i] for i in prompts])
+            ids = torch.cat([answers.argmax(-1) for answers, _ in batches])
+            texts = self.policy.detokenize(ids, completion_masks(ids, self.policy.ends)[0],
+                                           [conditioning.prompts[i] for i in prompts])
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
-        """Replay a part's noise under the present weights, in micro-batches.
-        Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs)."""
+        """Replay a part's noise under the present weights: (0, its rows, Scored [b,1] of rewards less KLs)."""
         assert isinstance(part, Relaxed)
         for rows in self._batches(part):
             scores = self._sample_and_score(part, conditioning, rows)[1][:, None]

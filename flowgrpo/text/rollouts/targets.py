@@ -1,29 +1,24 @@
-"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay."""
+"""Targets of a language model's rollouts: record and replay of what the loss scores, and scores of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo import objectives
-from flowgrpo.config.geometry import BatchShape
-from flowgrpo.config.schema import Config
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text import targets
 from flowgrpo.text.credit import StepScores, text_steps
+from flowgrpo.text.policies.masked_lm import SampledTrace
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, Segmented, Traces, unwrap
 
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.masked_lm import SampledTrace
 
 def score_steps(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, spread: StepScores,
                 judge: Callable[..., Tensor]) -> Segmented:
@@ -56,26 +51,17 @@ def score_steps(policy: CausalModel, tokenized: TokenizedPrompts, taken: Complet
 Replayed = Iterator[tuple[int, slice, Scored]]
 
 
-class Rollouts(Protocol):
-    """Rollouts of a language model as its targets read them (`completions.TextRollouts`)."""
-
-    config: Config
-    policy: Any  # a `CausalLM` or a `MaskedLM`
-    method: Method
-    geometry: BatchShape
-
-
 class CompletionTokens:
-    """Tokens of completions, by their log-probability.
+    """Tokens of completions, by their log-probability; of an unmasking's trace in the state of each token's own step.
 
     progress: share of the run's epochs that are over, 0 in the first and 1 in the last one.
     """
 
     progress = 0.0
 
-    def __init__(self, rollouts: Rollouts):
-        self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
-        self.rollouts = rollouts
+    def __init__(self, rollouts: Any):  # `completions.TextRollouts`
+        self.policy, self.text, self.rollouts = rollouts.policy, rollouts.config.text, rollouts
+        self.method: Method = rollouts.method
 
     @property
     def micro_batch(self) -> int:
@@ -93,19 +79,26 @@ class CompletionTokens:
         experts = self.method.generation.decoding.expert
         expert = torch.cat([unwrap(batch.expert) for batch in batches]) if experts else None
         taken = Completions(ids, prompts, old, expert=expert, left_out=cut if self.text.truncated == "mask" else None)
+        if isinstance(batches[0], SampledTrace):
+            taken = Traces(**vars(taken), steps=torch.cat([cast(SampledTrace, batch).steps for batch in batches]))
         return Part(groups, prompts, None, (taken,), (), measured=measured)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
-        """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
-        [taken] = part.transitions
-        for start in range(0, len(taken.ids), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
+        """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches; of traces as
+        many rows at once as have a micro-batch of states, one at least."""
+        [taken], decoding, most = part.transitions, self.method.generation.decoding, self.micro_batch
+        together, of_trace = most, isinstance(taken, Traces)
+        if of_trace:
+            states = int(cast(Unmasking, decoding).scorings(taken.steps, taken.ids.shape[1]).max()) + 1
+            together = max(most // states, 1)
+        for start in range(0, len(taken.ids), together):
+            rows = slice(start, start + together)
+            trace = (taken.steps[rows], most) if of_trace else ()
             yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
-                                                 taken.old.mask[rows], self.method.generation.decoding,
+                                                 taken.old.mask[rows], decoding, *trace,
                                                  entropy=self.method.reads_entropy)
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
-        """Function of every batch of the part's replay, for the surrogate's third argument."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, GroupLoss):
             given = cast(Completions, part.transitions[0]).expert
@@ -114,35 +107,3 @@ class CompletionTokens:
                 surrogate, new, old, expert if expert is None else expert[rows])
         return CompletionInputs(self.method, part, reference, self.policy.device,
                                 lambda: self.replay(part, conditioning), self.progress)
-
-
-class TraceTokens(CompletionTokens):
-    """Tokens of an unmasking's trace, each by its log-probability in the state of its own step.
-
-    A row of a replay is as many evaluations as its trace has states.
-    """
-
-    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
-        """Whole groups of completions, with the steps at which their tokens were drawn."""
-        part = super().record(groups, prompts, batches)
-        [taken] = part.transitions
-        steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])
-        return replace(part, transitions=(Traces(**vars(taken), steps=steps),))
-
-    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
-        """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
-        least."""
-        [taken] = part.transitions
-        most, kernel = self.micro_batch, cast(Unmasking, self.method.generation.decoding)
-        count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
-        for start in range(0, len(taken.ids), max(most // count, 1)):
-            rows = slice(start, start + max(most // count, 1))
-            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
-                                                 taken.old.mask[rows], kernel, taken.steps[rows], most,
-                                                 self.method.reads_entropy)
-
-
-# By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
-TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
-    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens,
-    targets.ImageTokens: CompletionTokens, targets.RecordedCompletions: CompletionTokens}

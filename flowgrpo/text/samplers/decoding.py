@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import wide
 
-
-class TokenDistribution(Protocol):
-    """Distribution of tokens under a model's logits."""
-
-    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        """Log-probabilities [n,V] of logits [n,V]; taken: int64 [n], tokens that are never cut."""
-
-    def temperatures(self, ids: Tensor) -> Tensor | None:
-        """The further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None if all
-        are 1."""
+Generators = Sequence[torch.Generator]  # one per row
 
 
 @part("decoding", jointly={"top_p min_p": "above 0 to 1 and 0 to 1"})
@@ -192,7 +183,7 @@ def apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits if temperature is None else wide(logits)[0] / temperature.to(logits.device)[:, None]
 
 
-def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
+def uniforms(generators: Generators, count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=generator) for generator in generators])
 
 
@@ -204,7 +195,7 @@ def completion_masks(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
 
 
-def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: TokenDistribution,
+def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding,
           chunk: int = 1024, entropy: bool | str = False, heat: Tensor | None = None) -> Tensor:
     """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
     With `entropy`, [n,2]: the second column is the entropy of each distribution; with "uniform" the mean

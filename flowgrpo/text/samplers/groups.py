@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.rollout import Seed
-from flowgrpo.text.samplers.decoding import Decoding, apply_temperature, completion_masks
+from flowgrpo.text.samplers.decoding import Decoding, Generators, apply_temperature, completion_masks
 from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, continue_groups
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented, wide
 
-if TYPE_CHECKING:
-    from flowgrpo.text.samplers.language_model import LanguageModel
 
 @part("draws")
 class Independent:
@@ -41,15 +38,13 @@ class Independent:
     causal = False
     leaves = 1
 
-    def __call__(self, policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         return sample_rows(policy, tokenized, decoding, generators, greedy, torch.arange(len(generators)), micro_batch)
 
 
-def sample_rows(policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                generators: Sequence[torch.Generator], greedy: Tensor, rows: Tensor, micro_batch: int
-                ) -> list[SampledCompletions]:
+def sample_rows(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                greedy: Tensor, rows: Tensor, micro_batch: int) -> list[SampledCompletions]:
     """Completions of these rows [n] of the prompts, `micro_batch` at a time."""
     return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
             for at in rows.split(micro_batch)]
@@ -69,9 +64,8 @@ class EarlyExits:
     causal = True
     leaves = 1
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         exit, most = tokens_to_insert(policy, "exit", self.exit), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
         leaders = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, whole, micro_batch))
@@ -111,9 +105,8 @@ class SecondAttempt:
             raise ValueError(f"SecondAttempt: share is {self.share} and again {self.again!r}, expected between 0 and "
                              "1, and a text")
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         again = tokens_to_insert(policy, "again", self.again)
         room = max(1, int(self.share * (policy.text.max_tokens - len(again))))
         pieces = []
@@ -136,8 +129,7 @@ def tokens_to_insert(policy: CausalModel, field: str, text: str) -> Tensor:
     return ids
 
 
-def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                  generators: Sequence[torch.Generator],
+def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                   ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
     """Completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text` [n],
     which are not trained, and are drawn from there."""
@@ -161,8 +153,7 @@ def concatenate(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
     def joined(values: list[Any]) -> Any:
         return torch.cat(values) if torch.is_tensor(values[0]) else values[0] and [*chain(*values)]
 
-    return replace(pieces[0], **{field.name: joined([getattr(piece, field.name) for piece in pieces])
-                                 for field in fields(pieces[0])})
+    return replace(pieces[0], **{name: joined([vars(piece)[name] for piece in pieces]) for name in vars(pieces[0])})
 
 
 def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
@@ -170,7 +161,7 @@ def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
     def ordered(values: Any) -> Any:
         return values[order] if torch.is_tensor(values) else values and [values[i] for i in order.tolist()]
 
-    return replace(samples, **{field.name: ordered(getattr(samples, field.name)) for field in fields(samples)})
+    return replace(samples, **{name: ordered(values) for name, values in vars(samples).items()})
 
 
 def split(pieces: Sequence[SampledCompletions], sizes: Sequence[int]) -> Iterator[SampledCompletions]:
@@ -203,9 +194,8 @@ class PrunedDraws:
     leaves = 1
     trains_head = True
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         most = policy.text.max_tokens
         if type(tokenized) is not TokenizedPrompts:
             raise UserError("parts.draws PrunedDraws continues completions from the middle, for which prompts with "
@@ -219,8 +209,7 @@ class PrunedDraws:
         groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
         groups = continue_groups(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
         chosen = [self.choose(chances, group) for chances in self.chances(policy, prompts, groups, micro_batch)]
-        groups = [Begun(**{field.name: getattr(of, field.name)[at] for field in fields(of)})
-                  for of, at in zip(groups, chosen)]
+        groups = [Begun(*(column[at] for column in vars(of).values())) for of, at in zip(groups, chosen)]
         whole = continue_groups(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0)
         return [complete_groups(policy, prompts.prompts, whole)]
 
@@ -259,7 +248,7 @@ def states_at(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor,
 
 
 def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
-                      generators: Sequence[torch.Generator]) -> SampledCompletions:
+                      generators: Generators) -> SampledCompletions:
     """One completion per row that begins with its prefix: B whole completions of at most `text.max_tokens` tokens.
     A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
     Raises UserError for prompts with images."""
@@ -269,11 +258,9 @@ def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes
     begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
     sampled = torch.zeros(len(begun), dtype=torch.bool)
     rests = policy.sample(replace(tokenized, ids=begun, begun=list(prefixes)), decoding, generators, sampled)
-    most = policy.text.max_tokens
-    behind = [(prefix, torch.zeros(len(prefix))) for prefix in prefixes]
-    whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
-             for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
-    ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
+    most, nothing = policy.text.max_tokens, [torch.zeros(len(prefix)) for prefix in prefixes]
+    ids, logp = (torch.stack([torch.cat(both)[:most] for both in zip(first, rest)])
+                 for first, rest in ((prefixes, rests.ids), (nothing, rests.logp)))
     mask, cut = completion_masks(ids, policy.ends)
     texts = policy.detokenize(ids, mask, tokenized.prompts)
     return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, texts)
@@ -351,9 +338,8 @@ class Tree:
     def leaves(self) -> int:
         return math.prod(self.children)
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
         completions = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, rows, micro_batch))
         for depth, count in enumerate(self.children):
@@ -367,16 +353,14 @@ class Tree:
         return [reorder(completions, rows.argsort())]
 
 
-def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
             completions: SampledCompletions, places: Tensor) -> SampledCompletions:
     """The completions, each kept up to its place and drawn anew from there.
     places: int64 [b], in tokens. A completion that ends before its place stays unchanged."""
     open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):
         return completions
-    anew = continue_prefixes(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
-                             [generators[i] for i in open_])
-    before = torch.arange(completions.ids.shape[1]) < places[open_, None]
-    anew = replace(anew, logp=torch.where(before, completions.logp[open_], anew.logp))
+    anew = resample_from(policy, tokenized.rows(open_), decoding, [generators[i] for i in open_],
+                         completions.ids[open_], completions.logp[open_], places[open_], places.new_zeros(0))
     closed = (completions.mask.sum(1) <= places).nonzero().flatten()
     return reorder(concatenate([anew, reorder(completions, closed)]), torch.cat([open_, closed]).argsort())

@@ -99,44 +99,36 @@ def continue_groups(policy: CausalModel, tokenized: TokenizedPrompts, groups: Se
     once.
     tokenized: the prompt of each group. version: the number of the present weights. The tokens of a completion are
     those of one uninterrupted draw, if the weights stay the same."""
-    longer = [replace(group, ids=group.ids.clone(), logp=group.logp.clone(), versions=group.versions.clone(),
-                      lengths=group.lengths.clone(), ended=group.ended.clone()) for group in groups]
-    rows = [(place, row) for place, group in enumerate(longer) for row in (~group.ended).nonzero()[:, 0].tolist()]
-    text = policy.text
+    rows = Begun(*map(torch.cat, zip(*(vars(group).values() for group in groups))))
+    sizes, most, text = [len(group.ids) for group in groups], rows.ids.shape[1], policy.text
+    of = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
     policy.text = text.model_copy(update={"max_tokens": min(chunk, text.max_tokens)})
     try:
-        for at in range(0, len(rows), micro_batch):
-            _draw(policy, tokenized, longer, rows[at:at + micro_batch], decoding, version)
+        for at in (~rows.ended).nonzero()[:, 0].split(micro_batch):
+            lengths = rows.lengths[at].tolist()
+            prefixes = [rows.ids[row, :length] for row, length in zip(at, lengths)]
+            generators = policy.generators(rows.seeds[at].tolist())
+            for generator, length in zip(generators, lengths):
+                torch.rand(length, generator=generator)  # the numbers of the tokens so far
+            asked = tokenized.rows(of[at])
+            begun = [torch.cat(both) for both in zip(asked.ids, prefixes)]
+            more = policy.sample(replace(asked, ids=begun, begun=prefixes), decoding, generators,
+                                 torch.zeros(len(at), dtype=torch.bool))
+            for number, (row, start, drawn) in enumerate(zip(at.tolist(), lengths, more.mask.sum(1).tolist())):
+                count = min(drawn, most - start)
+                new = slice(start, start + count)
+                rows.ids[row, new], rows.logp[row, new] = more.ids[number, :count], more.logp[number, :count]
+                rows.versions[row, new], rows.lengths[row] = version, start + count
+                rows.ended[row] = start + count == most or (count == drawn and not more.cut[number])
     finally:
         policy.text = text
-    return longer
-
-
-def _draw(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Begun], rows: Sequence[tuple[int, int]],
-          decoding: Decoding, version: int) -> None:
-    """Draw more tokens of these rows, (group, row), and write them into their groups."""
-    of = [groups[place] for place, _ in rows]
-    lengths = [int(group.lengths[row]) for group, (_, row) in zip(of, rows)]
-    prefixes = [group.ids[row, :length] for group, (_, row), length in zip(of, rows, lengths)]
-    generators = policy.generators(int(group.seeds[row]) for group, (_, row) in zip(of, rows))
-    for generator, length in zip(generators, lengths):
-        torch.rand(length, generator=generator)  # the numbers of the tokens so far
-    begun = [torch.cat([tokenized.ids[place], prefix]) for (place, _), prefix in zip(rows, prefixes)]
-    prompts = TokenizedPrompts([tokenized.prompts[place] for place, _ in rows], begun, begun=prefixes)
-    more = policy.sample(prompts, decoding, generators, torch.zeros(len(rows), dtype=torch.bool))
-    counts = more.mask.sum(1).tolist()
-    for number, (group, (_, row), start) in enumerate(zip(of, rows, lengths)):
-        count = min(counts[number], group.ids.shape[1] - start)
-        at = slice(start, start + count)
-        group.ids[row, at], group.logp[row, at] = more.ids[number, :count], more.logp[number, :count]
-        group.versions[row, at], group.lengths[row] = version, start + count
-        group.ended[row] = start + count == group.ids.shape[1] or (count == counts[number] and not more.cut[number])
+    columns = ([piece.clone() for piece in column.split(sizes)] for column in vars(rows).values())
+    return [Begun(*group) for group in zip(*columns)]
 
 
 def complete_groups(policy: CausalModel, prompts: Sequence[str], groups: Sequence[Begun]) -> SampledCompletions:
     """Whole groups, each of its prompt, as one batch of completions, with the stored log-probabilities."""
-    ids, logp = torch.cat([group.ids for group in groups]), torch.cat([group.logp for group in groups])
-    drawn = torch.cat([group.token_mask for group in groups])
+    ids, logp, drawn = (torch.cat([getattr(group, name) for group in groups]) for name in ("ids", "logp", "token_mask"))
     mask, cut = completion_masks(ids, policy.ends)
     mask = mask & drawn
     of = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in range(len(group.ids))]

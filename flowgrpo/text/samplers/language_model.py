@@ -65,31 +65,24 @@ class SampledCompletions:
         return self.texts
 
 
-class LanguageModel(Protocol):
-    """Policy that draws completions, token by token or mask by mask.
+class CausalModel(Protocol):
+    """What samplers need of a `CausalLM`.
 
     ends: the tokens that end a completion.
+    model: of transformers.
+    quality: a run's head that gives logits [n] of the success of partial completions, of states [n,H]; None: none.
     """
 
     tokenizer: Any
     text: Text
     ends: list[int]
+    model: Any
+    device: torch.device
+    quality: Callable[[Tensor], Tensor] | None
 
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator], greedy: Tensor
                ) -> SampledCompletions:
         """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens."""
-
-
-class CausalModel(LanguageModel, Protocol):
-    """Language model that draws one token after the other.
-
-    model: of transformers.
-    quality: a run's head that gives logits [n] of the success of partial completions, of states [n,H]; None: none.
-    """
-
-    model: Any
-    device: torch.device
-    quality: Callable[[Tensor], Tensor] | None
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
         """A generator per seed."""

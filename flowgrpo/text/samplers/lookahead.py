@@ -14,7 +14,7 @@ from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.groups import alternatives, concatenate, continue_prefixes, reorder, sample_rows
 
 if TYPE_CHECKING:
-    from flowgrpo.text.samplers.decoding import Decoding
+    from flowgrpo.text.samplers.decoding import Decoding, Generators
     from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 
@@ -38,9 +38,8 @@ class BranchingLookahead:
     causal = True
     leaves = 1
 
-    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
-                 ) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         def sample(rows: Sequence[int]) -> list[SampledCompletions]:
             return sample_rows(policy, tokenized, decoding, generators, greedy, torch.tensor(rows), micro_batch)
 
@@ -86,13 +85,7 @@ class BranchingLookahead:
 
 @dataclass(frozen=True)
 class Branch:
-    """Candidate branch.
-
-    parent: number of the completion that it leaves.
-    place: token index where it leaves.
-    token: the token it takes there.
-    logp: its log-probability.
-    """
+    """Candidate branch: it leaves the completion `parent` at the token index `place` by another token."""
 
     parent: int
     place: int
@@ -101,8 +94,7 @@ class Branch:
 
 
 def complete_branches(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
-                      decoding: Decoding, generators: Sequence[torch.Generator], branches: Sequence[Branch]
-                      ) -> SampledCompletions:
+                      decoding: Decoding, generators: Generators, branches: Sequence[Branch]) -> SampledCompletions:
     """The completions of these branches, drawn to their end."""
     prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
                 for branch in branches]

@@ -119,7 +119,7 @@ def test_the_engine_has_the_present_weights():
     tiny.stir(made.policy, 0.5)
     after = parts(made)[0][0].transitions[0]
     assert not torch.equal(before.ids, after.ids)
-    own = made.rollouts.engine.own.weights.named
+    own = made.rollouts.engine.weights.named
     for key, parameter in made.policy.weights.named.items():
         assert torch.equal(own[key].data, parameter.data.to(torch.bfloat16)) and not own[key].requires_grad
 

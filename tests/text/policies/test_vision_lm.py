@@ -72,7 +72,7 @@ def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
     _, found = sampled(own, seen, of)
     torch.testing.assert_close(replayed(own, twice, found, prompts=prompts).logp,
                                by_hand(own, family, seen, found, of), rtol=0, atol=1e-5)
-    assert own.text.shared_prefix is shared and own.shares(asked)
+    assert own.text.shared_prefix is shared and not own.reason_not_shared(asked)
 
 
 @FAMILIES
@@ -135,8 +135,9 @@ def test_whole_rows_and_only_the_language_model(family, images):
     own = tiny.policy(family)
     text, asked = own.encode(PROMPTS, images=[None] * 4), own.encode(PROMPTS, images=images)
     own._positions = lambda asked, inputs, mask: ((mask.cumsum(1) - 1).clamp(min=0), mask.sum(1, keepdim=True))
-    assert own.shares(text)  # positions of a text are right for texts, and for images that are counted so
-    assert own.shares(asked) is (family != "qwen")
+    # Positions of a text are right for texts, and for images that are counted so.
+    assert not own.reason_not_shared(text)
+    assert bool(own.reason_not_shared(asked)) is (family == "qwen")
     assert ("of their spread, expected at most 0.001" in own.reason_not_shared(asked)) is (family == "qwen")
     own = tiny.policy(family)
     trained = {name.split(".lora_")[0] for name in own.weights.named}

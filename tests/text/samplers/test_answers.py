@@ -7,6 +7,7 @@ import torch
 
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.curriculum.epoch_batch import EpochBatch
+from flowgrpo.curriculum.resampling import TeacherAnswers, solutions_of
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -15,7 +16,6 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses import Calibrated, ExpertMixture
-from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import CompletionBatch, Context, GroupStatistics, RewardColumns, SampleMeasures, Scored

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, nothing, program, wasm_path
@@ -39,18 +38,13 @@ def _probe(kind: str, path: str) -> tuple[Boundary | None, str]:
     """The boundary if it works, and else why not."""
     try:
         boundary = KINDS[kind][1](path)
-    except (UserError, OSError) as error:
+        with tempfile.NamedTemporaryFile(prefix="flowgrpo-probe-") as marker:
+            known = next(iter(os.environ.keys() - {*ENVIRONMENT, "PWD"}), "none")  # the boundary sets those itself
+            output = program(PROBE, f"{marker.name}\n{known}\n", Limits(seconds=60, files=1), boundary)
+        shown = json.loads(output.text) | ({} if boundary.writes else {"no folder of its own": False})
+    except (UserError, OSError, ValueError) as error:
         return None, " ".join(str(error).split())
-    with tempfile.TemporaryDirectory(prefix="flowgrpo-probe-") as folder:
-        marker = Path(folder, "marker")
-        marker.touch()
-        known = next(iter(os.environ.keys() - {*ENVIRONMENT, "PWD"}), "none")  # the boundary sets those itself
-        try:
-            output = program(PROBE, f"{marker}\n{known}\n", Limits(seconds=60, files=1), boundary)
-            shown = json.loads(output.text) | ({} if boundary.writes else {"no folder of its own": False})
-            open_ways = [name for name, value in shown.items() if value]
-        except (UserError, OSError, ValueError) as error:
-            return None, " ".join(str(error).split())
+    open_ways = [name for name, value in shown.items() if value]
     if output.status != 0 or open_ways:
         return None, f"{kind} leaves open: {', '.join(open_ways) or f'exit status {output.status}'}"
     return boundary, ""
@@ -61,10 +55,7 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
         path = wasm_path() if program_name == "wasmtime" else shutil.which(program_name)
-        if path is None:
-            reasons.append(f"{program_name} is not installed")
-            continue
-        boundary, reason = _probe(kind, path)
+        boundary, reason = _probe(kind, path) if path else (None, f"{program_name} is not installed")
         if boundary is None:
             reasons.append(reason)
         else:

@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,11 +60,6 @@ def compile_module(file: Path) -> Path:
     except Exception:  # of wasmtime's kinds: there is no file, or a form of another version
         atomic.write_bytes(target, bytes(wasmtime.Module(engine, content).serialize()), shared=True)
     return target
-
-
-def command(python: str, file: str, inside: Path, job: Path) -> list[str]:
-    packages = Path(str(import_module("wasmtime").__file__)).parents[1]
-    return [python, "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages), file, str(inside), str(job)]
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,10 @@ def nsjail(program: str) -> Boundary:
 
 def wasmtime(program: str) -> Boundary:
     """The boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
-    file, python = str(compile_module(Path(program))), os.path.realpath(sys.executable)
-    return Boundary("wasmtime", lambda job, files: command(python, file, INSIDE, job), writes=False)
+    packages = Path(str(import_module("wasmtime").__file__)).parents[1]
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages),
+               str(compile_module(Path(program))), str(INSIDE)]
+    return Boundary("wasmtime", lambda job, files: [*command, str(job)], writes=False)
 
 
 def nothing() -> Boundary:
@@ -191,8 +188,7 @@ def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdic
     """Which tests the code passes within the limits, each pair in a run of its own.
     Raises UserError if the boundary does not start a process."""
     if checks.asserts:
-        passed, taken = _run_asserts(code, checks.asserts, limits, boundary)
-        return Verdict(tuple(passed), taken)
+        return asserts(code, checks.asserts, limits, boundary)
     outputs = [program(code, given, limits, boundary) for given, _ in checks.pairs]
     passed = [output.status == 0 and output_lines(output.text) == output_lines(expected)
               for output, (_, expected) in zip(outputs, checks.pairs)]
@@ -213,21 +209,14 @@ def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output
         data, complete = _read(process.stdout, limits.files * MIB, end)
         status = None
         if complete:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         return Output(status, data.decode("utf-8", "replace"), time.monotonic() - begun)
 
 
-def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> list[bool]:
+def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> Verdict:
     """Which tests in Python pass against what the code defines; all share the time.
     Raises UserError if the boundary does not start a process."""
-    return _run_asserts(code, tests, limits, boundary)[0]
-
-
-def _run_asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
-    """`asserts`, and the seconds that they took."""
     with ExitStack() as stack:
         from_tests, to_code = _pipe(stack)
         from_code, to_tests = _pipe(stack)
@@ -241,8 +230,7 @@ def _run_asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boun
         begun = time.monotonic()
         report, _ = _read(processes[1].stderr, LONGEST_REPORT, begun + limits.seconds)
         taken = time.monotonic() - begun
-    passed = [mark == ord("1") for mark in report[:len(tests)]]
-    return passed + [False] * (len(tests) - len(passed)), taken
+    return Verdict(tuple(report[at:at + 1] == b"1" for at in range(len(tests))), taken)
 
 
 def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
@@ -254,74 +242,31 @@ def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 def _process(boundary: Boundary, limits: Limits, given: str, stdin: IO[bytes] | int = subprocess.DEVNULL,
              stdout: IO[bytes] | int = subprocess.PIPE, **job: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager: a process within a boundary, with a folder that has its job; killed at the end."""
-    with tempfile.TemporaryDirectory(prefix="flowgrpo-job-") as folder, _work() as work:
+    work = tempfile.mkdtemp(prefix="flowgrpo-work-")  # an empty one, which the code reaches only without a boundary
+    with tempfile.TemporaryDirectory(prefix="flowgrpo-job-") as folder, ExitStack() as ended:
+        ended.callback(remove, work)
         Path(folder, "in").write_text(given, encoding="utf-8", errors="replace")
         Path(folder, "job.json").write_text(json.dumps(job | {
             "cpu": math.ceil(limits.seconds), "memory": limits.memory * MIB, "files": limits.files * MIB,
             "filter": boundary.kind != "none"}), encoding="utf-8")
-        process = subprocess.Popen(
-            boundary.wrap(Path(folder), limits.files), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=work,
-            env=ENVIRONMENT | {"HOME": work, "TMPDIR": work}, start_new_session=True)
-        try:
-            yield process
-        finally:
-            # With its group; a boundary's first process takes all others along.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-
-
-@contextmanager
-def _work() -> Iterator[str]:
-    """Context manager: an empty working folder, which the code reaches only without a boundary."""
-    folder = tempfile.mkdtemp(prefix="flowgrpo-work-")
-    try:
-        yield folder
-    finally:
-        remove(folder)
+        with subprocess.Popen(
+                boundary.wrap(Path(folder), limits.files), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=work,
+                env=ENVIRONMENT | {"HOME": work, "TMPDIR": work}, start_new_session=True) as process:
+            try:
+                yield process
+            finally:
+                # With its group; a boundary's first process takes all others along.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def remove(folder: str) -> None:
-    """Delete a folder of any depth, without recursion and without paths that grow with it."""
-    here, above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), list[tuple[str, list[str]]]()
-    name, folders = "", _without_files(here)
-    while True:
-        if folders:
-            above.append((name, folders))
-            name = folders.pop()
-            os.chmod(name, 0o700, dir_fd=here)
-            here = _enter(here, name)
-            folders = _without_files(here)
-        elif above:
-            here = _enter(here, "..")
-            os.rmdir(name, dir_fd=here)
-            name, folders = above.pop()
-        else:
-            os.close(here)
-            os.rmdir(folder)
-            return
-
-
-def _enter(here: int, name: str) -> int:
-    """A descriptor of a folder in the folder `here`, which is closed."""
+    """Delete a folder of any depth, whatever its permissions, by programs that neither recurse nor follow links."""
     try:
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-    finally:
-        os.close(here)
-
-
-def _without_files(here: int) -> list[str]:
-    """Delete the files of a folder, and return the names of its folders."""
-    os.fchmod(here, 0o700)
-    with os.scandir(here) as entries:
-        kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in kinds:
-        if not is_folder:
-            os.unlink(name, dir_fd=here)
-    return [name for name, is_folder in kinds if is_folder]
+        os.rmdir(folder)
+    except OSError:  # it is not empty
+        subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
+        subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from typing import Any
 
@@ -26,7 +25,7 @@ def main(packages: str, module: str, inside: str, job: str) -> int:
     """Run a job; return its exit status."""
     sys.path[:0] = [packages, os.path.dirname(inside)]
     import wasmtime  # type: ignore[import-not-found, unused-ignore]
-    from inside.confine import filter_calls  # type: ignore[import-not-found, unused-ignore]
+    from inside.confine import filter_calls, limit  # type: ignore[import-not-found, unused-ignore]
 
     with open(os.path.join(job, "job.json"), encoding="utf-8") as file:
         given: dict[str, Any] = json.load(file)
@@ -49,7 +48,7 @@ def main(packages: str, module: str, inside: str, job: str) -> int:
     store.set_limits(memory_size=given["memory"], instances=1, memories=1, tables=4)
     linker = wasmtime.Linker(engine)
     linker.define_wasi()
-    limit(given)
+    limit(CPU=given["cpu"], FSIZE=given["files"], NOFILE=256, CORE=0)  # wasmtime limits the code's memory
     filter_calls()  # of this process too, where the system has such a filter: it ends with its parent
     try:
         start = linker.instantiate(store, code).exports(store)["_start"]
@@ -59,15 +58,6 @@ def main(packages: str, module: str, inside: str, job: str) -> int:
     except Exception:  # a trap: the memory or the stack is full
         return 1
     return 0
-
-
-def limit(given: dict[str, Any]) -> None:
-    """Limit this process's CPU seconds, bytes of a file, and open files; wasmtime limits the code's memory."""
-    for kind, value in ((resource.RLIMIT_CPU, given["cpu"]), (resource.RLIMIT_FSIZE, given["files"]),
-                        (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ REFUSED = {
 
 def confine(given: dict[str, Any]) -> bool:
     """Set the limits of a job, and the filter; return False if the job needs a filter and there is none."""
-    limit(given["cpu"], given["memory"], given["files"])
+    limit(CPU=given["cpu"], AS=given["memory"], DATA=given["memory"], FSIZE=given["files"], NOFILE=64, NPROC=0, CORE=0,
+          MSGQUEUE=0, MEMLOCK=0)
     return filter_calls() or not given["filter"]
 
 
@@ -46,10 +47,8 @@ def read_from(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def limit(cpu: int, memory: int, files: int) -> None:
-    """Limit CPU seconds, bytes of memory and of a file, open files, and processes."""
-    limits = {"CPU": cpu, "AS": memory, "DATA": memory, "FSIZE": files, "NOFILE": 64, "NPROC": 0, "CORE": 0,
-              "MSGQUEUE": 0, "MEMLOCK": 0}
+def limit(**limits: int) -> None:
+    """Set limits of this process, by their names of getrlimit(2) without RLIMIT, as far as the system has them."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:

@@ -32,7 +32,12 @@ def encode(value: Any, reference: Callable[[Any], list]) -> Any:
     if value is None or type(value) in SCALARS:
         return value
     if isinstance(value, type):
-        return _class(value, reference)
+        for name, thing in NAMED.items():
+            if value is thing:
+                return ["named", name]
+        if issubclass(value, BaseException):
+            return ["exception", [base.__name__ for base in value.__mro__]]
+        return reference(value)
     if value is NotImplemented or value is Ellipsis:
         return ["named", repr(value)]
     for scalar in SCALARS:
@@ -52,15 +57,6 @@ def encode(value: Any, reference: Callable[[Any], list]) -> Any:
     for name, function in FUNCTIONS.items():
         if value is function:
             return ["function", name]
-    return reference(value)
-
-
-def _class(value: type, reference: Callable[[Any], list]) -> list:
-    for name, thing in NAMED.items():
-        if value is thing:
-            return ["named", name]
-    if issubclass(value, BaseException):
-        return ["exception", [base.__name__ for base in value.__mro__]]
     return reference(value)
 
 
