@@ -166,6 +166,21 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def json_of(text: str, place: str) -> Any:
+    """Value of `parse_json`. Raises UserError that begins with the place."""
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
+
+
+def json_lines(text: str, file: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line of a .jsonl file that is not blank. file: begins errors."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, json_of(line, f"{file}, line {number}")
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):

@@ -22,7 +22,7 @@ from flowgrpo.evaluation.distances import DISTANCES
 from flowgrpo.evaluation.pages import figures, sources
 from flowgrpo.evaluation.pages.before_after import frames_of, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
-from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan
+from flowgrpo.evaluation.plan import BASE, TUNED, AnyLedger, Place, Plan
 from flowgrpo.evaluation.statistics import (
     ALL,
     CONFIDENCE,
@@ -204,7 +204,7 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
     return results
 
 
-def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
+def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, failed: dict[str, int],
           apart: Callable, distance: tuple[Sequence[str], str | Callable] = ((), "")) -> dict[str, Any]:
     """Write the table, the page and the findings of a finished evaluation to its folder; return the findings.
 

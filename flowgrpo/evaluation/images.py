@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from flowgrpo import domains
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
 from flowgrpo.data.images import read_image
-from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, require_length
+from flowgrpo.data.prompts import USER_PROMPT, Prompt, require_length, to_jsonl
 from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
@@ -216,8 +215,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
                     ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), hand.fps)
                 shown.update(len(some))
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
-    lines = [as_line(_with_sample(given[place.prompt], name, ledger.entry(place))) for place in places]
-    atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    atomic.write_text(path, to_jsonl(_with_sample(given[place.prompt], name, ledger.entry(place)) for place in places))
     return path
 
 

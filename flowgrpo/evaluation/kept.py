@@ -86,8 +86,7 @@ def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[fl
         measured.append({
             "weight": weight, "gain": gain_of(first, first + gain).as_json(),
             "kept": ratio(after - before, gain).as_json(),
-            "rewards": {name: {arm: of_arm[name][ALL] for arm, of_arm in compared.means().items()} | {"change": moved}
-                        for name, moved in ((name, rows[ALL]) for name, rows in compared.pairs().items())},
+            "rewards": {name: rows[ALL] for name, rows in compared.rows().items()},
             "of_base": {name: share.interval.as_json() for name, share in shares.items() if share.interval}})
     return finite({
         "model": sibling.model, "lora": sibling.lora, "scheduler": dict(sibling.scheduler), "name": sibling.name,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from PIL import PngImagePlugin
@@ -32,8 +32,6 @@ from flowgrpo.types import Completion
 
 SETTINGS, CODE = "settings.json", "code"
 PIXELS = 2**28  # of an image, in which a clip's frames stand below each other
-Sample = TypeVar("Sample")  # as stored: an image or clip, or a text
-Batch = TypeVar("Batch")  # as rewards take samples
 BASE, TUNED = "base", "tuned"
 
 
@@ -45,7 +43,7 @@ class Place(NamedTuple):
     sample: int
 
 
-class BaseLedger(Generic[Sample, Batch]):
+class BaseLedger:
     """Folder of an evaluation, as one process writes it: settings and scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
@@ -105,26 +103,8 @@ class BaseLedger(Generic[Sample, Batch]):
         known = {name: None if math.isnan(value) else value for name, value in scores.items()}
         append(self.own, {"place": place, "scores": known})
 
-    def has(self, place: Place) -> bool:
-        raise NotImplementedError
 
-    def entry(self, place: Place) -> str:
-        """The sample's entry in a prompt file."""
-        raise NotImplementedError
-
-    def save(self, place: Place, sample: Sample, facts: str | None = None, fps: float | None = None) -> None:
-        """Store a sample. facts: how it was drawn. fps: frames per second of a clip."""
-        raise NotImplementedError
-
-    def load(self, place: Place) -> Sample:
-        raise NotImplementedError
-
-    def batch(self, places: Sequence[Place]) -> Batch:
-        """Several samples, the form that rewards take."""
-        raise NotImplementedError
-
-
-class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
+class Ledger(BaseLedger):
     """Folder of an evaluation of images or clips, as one process writes it."""
 
     def has(self, place: Place) -> bool:
@@ -134,14 +114,14 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
     def entry(self, place: Place) -> str:
-        """Absolute path of an image, or of a clip's animated WebP."""
+        """The sample's entry in a prompt file: the absolute path of an image, or of a clip's animated WebP."""
         path = self.image(place).resolve()
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
     def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
         """Write an image [3, H, W], or a clip [F, 3, H, W] as one tall image, an animated one and an mp4.
-        facts: the text chunk `parameters`."""
+        facts: the text chunk `parameters`, how it was drawn. fps: frames per second of a clip."""
         path, chunks = self.image(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
         if facts is not None:
@@ -182,19 +162,20 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     atomic.append_line(path, json.dumps(entry))
 
 
-class TextLedger(BaseLedger[Completion, list[Completion]]):
+class TextLedger(BaseLedger):
     """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
         super().__init__(folder, rank)
         self.written = folder / f"texts-{rank}.jsonl"
-        self._texts: dict[Place, Completion] | None = None
+
+    @functools.cached_property
+    def _texts(self) -> dict[Place, Completion]:
+        return {Place(*entry["place"]): Completion(entry["text"], entry["tokens"], opened=entry.get("opened", ""))
+                for entry in entries(self.folder, "texts-*.jsonl")}
 
     def has(self, place: Place) -> bool:
         """True if the text exists, from this process or an earlier call."""
-        if self._texts is None:
-            self._read_texts()
-        assert self._texts is not None
         return place in self._texts
 
     def entry(self, place: Place) -> str:
@@ -204,23 +185,19 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
         """Add a line. facts, fps: not stored."""
         opened = {"opened": sample.opened} if sample.opened else {}
         append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens} | opened)
-        if self._texts is not None:
-            self._texts[place] = sample
+        self._texts[place] = sample
 
     def load(self, place: Place) -> Completion:
         """Return the text, of any process."""
         if not self.has(place):
-            self._read_texts()  # other processes have written since
-        assert self._texts is not None  # `has` reads them
+            del self._texts  # other processes have written since
         return self._texts[place]
 
     def batch(self, places: Sequence[Place]) -> list[Completion]:
         return [self.load(place) for place in places]
 
-    def _read_texts(self) -> None:
-        self._texts = {
-            Place(*entry["place"]): Completion(entry["text"], entry["tokens"], opened=entry.get("opened", ""))
-            for entry in entries(self.folder, "texts-*.jsonl")}
+
+AnyLedger: TypeAlias = Ledger | TextLedger
 
 
 @dataclass(frozen=True)
@@ -280,7 +257,7 @@ class Medium:
 
     unit: str
     hand: Callable[[Plan, torch.device], Hand]
-    ledger: type[BaseLedger]
+    ledger: type[Ledger] | type[TextLedger]
     apart: Callable[[Any], Callable[[Any], float]]
     together: int
     modality: str | None

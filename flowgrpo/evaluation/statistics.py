@@ -355,6 +355,12 @@ class Scores:
                              for category, rows in self.categories.items()} for name, values in of_arm.items()}
                 for arm, of_arm in self.arms.items()}
 
+    def rows(self) -> dict[str, Rows]:
+        """Means of both arms and the `change` from the first to the second, by reward and category."""
+        means = self.means()
+        return {name: {category: {arm: of_arm[name][category] for arm, of_arm in means.items()} | {"change": moved}
+                       for category, moved in of_reward.items()} for name, of_reward in self.pairs().items()}
+
     def pairs(self, of: Callable[..., Interval] = change) -> dict[str, dict[str, Entry]]:
         """Statistic of the first arm and the second on the same prompts and seeds, by reward and category."""
         first, second = self.arms.values()

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
-from flowgrpo.evaluation.pages.sources import Source
+from flowgrpo.evaluation.pages.sources import Source, within
 from flowgrpo.evaluation.statistics import bounds, decimals, format_value
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic
@@ -221,10 +221,7 @@ def _image(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST
     if side < smallest:
         factor = math.ceil(smallest / side)
         return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    if side > largest:
-        width, height = (max(1, round(length * largest / side)) for length in picture.size)
-        return picture.resize((width, height), Image.Resampling.LANCZOS)
-    return picture
+    return within(picture, largest)
 
 
 def _strip(clip: torch.Tensor) -> Image.Image:

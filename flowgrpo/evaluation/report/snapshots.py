@@ -31,7 +31,7 @@ from flowgrpo import domains
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
-from flowgrpo.evaluation.pages.sources import Source, read_sources
+from flowgrpo.evaluation.pages.sources import Source, read_sources, within
 from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
@@ -161,11 +161,7 @@ def data_url(output: torch.Tensor, fps: float | None = None) -> str:
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
-    factor = SIDE / max(frames[0].size)
-    if factor >= 1:
-        return frames
-    width, height = (max(1, round(length * factor)) for length in frames[0].size)
-    return [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
+    return [within(frame, SIDE) for frame in frames]
 
 
 def content(card: dict[str, Any]) -> Image.Image | Video | str:
