@@ -308,7 +308,7 @@ def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Convert a row to our keys; columns that are not ours become metadata."""
-    row = _with_prompt(row, path, line)
+    row = {**_with_prompt(row, path, line)}
     metadata = row.pop("metadata", None)
     metadata = {} if metadata is None else metadata
     if isinstance(metadata, str):

@@ -247,9 +247,7 @@ def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _source(name: Any) -> str:
-    match = re.match(r"[A-Za-z]*", str(name))
-    assert match is not None  # the pattern matches an empty text
-    return match[0] or "dpg"
+    return re.split("[^A-Za-z]", str(name), maxsplit=1)[0] or "dpg"
 
 
 def _own_category(prompt: Prompt) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
                         prompt = suite.cases[place.prompt].prompt
-                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), hand.fps)
+                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), plan.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 shown.update(len(some))

@@ -93,7 +93,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                         f"{' or '.join(FILES[kind])} file, or of a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
         Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
-    sampler = best.over(painter) if best else painter
+    sampler = best.over(painter, plan.fps) if best else painter
     return [*draw_files(sampler, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
@@ -212,7 +212,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
             for first in range(0, len(missing), together):
                 some = missing[first:first + together]
                 for place, drawn in zip(some, hand.draw(arm, [given[place.prompt] for place in some], some)):
-                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), hand.fps)
+                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), plan.fps)
                 shown.update(len(some))
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
     atomic.write_text(path, to_jsonl(_with_sample(given[place.prompt], name, ledger.entry(place)) for place in places))

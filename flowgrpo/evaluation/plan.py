@@ -214,28 +214,8 @@ class Arm:
     rlg: float | None = None
 
 
-class BestOf(Protocol):
-    """Choice of one of several draws (`best_of.BestOf`); as_json: how, as evaluations record it."""
-
-    def over(self, hand: Hand) -> Hand:
-        """Return a generator whose samples are the best of several of another one's."""
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
-class Enhancer(Protocol):
-    """Rewriter of prompts' texts (`samplers.Enhancer`); as_json: how, as evaluations record it."""
-
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]: ...
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
 class Hand(Protocol):
-    """Generator of an evaluation's samples. fps: frames per second of clips; None for others."""
-
-    @property
-    def fps(self) -> float | None: ...
+    """Generator of an evaluation's samples."""
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[Any]:
         """Return a sample per place."""
@@ -273,8 +253,9 @@ class Plan:
     arms: weight of the tuned model by arm: 0 for the base, 1, or an RLG weight.
     rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
     precision: None takes the run's, or the device's default.
-    best: how each sample is chosen among several draws; None: it is drawn once.
-    enhancer: rewrites the prompts that images are drawn from; rewards and pages read the user's.
+    best: `best_of.BestOf`, how each sample is chosen among several draws; None: it is drawn once.
+    enhancer: `samplers.Enhancer`, which rewrites the prompts that images are drawn from; rewards and pages read the
+        user's.
     """
 
     model: str
@@ -287,12 +268,12 @@ class Plan:
     seed: int
     medium: Medium
     precision: str | None = None
-    best: BestOf | None = None
-    enhancer: Enhancer | None = None
+    best: Any = None
+    enhancer: Any = None
 
     def drawer(self, device: torch.device) -> Hand:
         hand = self.medium.hand(self, device)
-        return hand if self.best is None else self.best.over(hand)
+        return hand if self.best is None else self.best.over(hand, self.fps)
 
     def arm(self, name: str) -> Arm:
         """Arm of that name. With RLG all arms but the base are blends of one loaded pair."""
