@@ -24,9 +24,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import draw, image_files, run_rewards, samplers
 from flowgrpo.evaluation.evaluate import make_plan
-from flowgrpo.evaluation.measured import Measured, spread
+from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips
-from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
+from flowgrpo.evaluation.pages.before_after import scored_rows
+from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Place, Plan, digest
 from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
 from flowgrpo.log import bar
@@ -153,19 +154,14 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     functions = run_rewards.rewards_of_run(config)
     arguments, device = samplers.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
-    measured: list[Measured] = []
     fps = rate_ahead(config.model, config.load, arguments, config.fps)
-    for arm in (Arm(None, arguments), Arm(run, arguments, rlg)):
-        images = torch.stack(first_of_each(sampler, arm, chosen, seed))
-        scores = captions(functions, images, chosen, measured[0].images if measured else images, fps)
-        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), images, fps=fps))
-    base, after = measured
+    drawn = [first_of_each(sampler, arm, chosen, seed) for arm in (Arm(None, arguments), Arm(run, arguments, rlg))]
+    rows, means = scored_rows(functions, drawn, chosen, [torch.stack(drawn[0])] * 2, fps)
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = image_files.save_columns(Path(output), names, [[*base.images], [*after.images]], fps)
-    brought = image_files.save_sources(Path(output), chosen, base.images)
-    draw_pairs(Path(output), base, after, names, image_files.facts(
-        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments))
-    return Path(output)
+    folders = image_files.save_columns(Path(output), names, drawn, fps)
+    brought = image_files.save_sources(Path(output), chosen, drawn[0])
+    return draw_grid(Path(output), names, rows, means, image_files.facts(
+        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments), fps)
 
 
 def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Fused, Load
 from flowgrpo.evaluation.looks import APART, EDGES
-from flowgrpo.evaluation.statistics import ALL, STUDENT, Interval, Scores, change, format_interval, format_value, ratio
+from flowgrpo.evaluation.statistics import ALL, STUDENT, Interval, Scores, cell, change, format_value, ratio
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
@@ -110,12 +110,8 @@ def sentence(found: Mapping[str, Any]) -> str:
     if low is None or not low > 0 or first["kept"]["mean"] is None:
         return f"{place}: no gain to keep"
     weight = "" if first["weight"] == 1 else f" with the LoRA at {first['weight']:g}"
-    return "; ".join([f"{place}: kept {_cell(first['kept'])} of the gain{weight}",
+    return "; ".join([f"{place}: kept {cell(first['kept'], 2)} of the gain{weight}",
                       *(f"{each['kept']['mean']:.2f} with the LoRA at {each['weight']:g}" for each in others)])
-
-
-def _cell(entry: Mapping[str, Any] | None, sign: str = "", digits: int = 2) -> str:
-    return "-" if not entry else format_interval(entry["mean"], entry["low"], entry["high"], digits, sign)
 
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
@@ -123,10 +119,10 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
     names = list(found["weights"][0]["rewards"])
     lines = [["weight", "gain", "kept", *names, "edge width", "diversity"]]
     for each in found["weights"]:
-        lines.append([f"{each['weight']:g}", _cell(each["gain"], "+", 3), _cell(each["kept"]),
+        lines.append([f"{each['weight']:g}", cell(each["gain"], 3, "+"), cell(each["kept"], 2),
                       *(f"{format_value(of['before']['mean'], 3)} to {format_value(of['after']['mean'], 3)}"
                         for of in each["rewards"].values()),
-                      *(_cell(each["of_base"].get(name)) for name in (EDGES, APART))])
+                      *(cell(each["of_base"][name], 2) if name in each["of_base"] else "-" for name in (EDGES, APART))])
     return lines
 
 

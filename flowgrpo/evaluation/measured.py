@@ -70,11 +70,9 @@ class Measured:
     shuffled: dict[str, list[float]] = field(default_factory=dict)
     lost: list[bool] = field(default_factory=list)
     features: tuple[torch.Tensor, list[int]] | None = None
-    looks: Looks = Looks()  # also accepted as its JSON
+    looks: Looks = Looks()
 
     def __post_init__(self):
-        if not isinstance(self.looks, Looks):
-            object.__setattr__(self, "looks", looks.read(self.looks))
         for key in ("scores", "shuffled"):
             object.__setattr__(self, key, {name: [math.nan if value is None else value for value in values]
                                            for name, values in getattr(self, key).items()})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from PIL import PngImagePlugin
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
@@ -23,7 +22,7 @@ from flowgrpo.data.open_image import open_checked
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.image_files import weight_files
-from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.evaluation.pages.clips import as_image, save_clip, save_png, tall, untall
 from flowgrpo.files import unfit
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import atomic
@@ -122,15 +121,12 @@ class Ledger(BaseLedger):
     def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
         """Write an image [3, H, W], or a clip [F, 3, H, W] as one tall image, an animated one and an mp4.
         facts: the text chunk `parameters`, how it was drawn. fps: frames per second of a clip."""
-        path, chunks = self.image(place), PngImagePlugin.PngInfo()
+        path, chunks = self.image(place), {} if facts is None else {"parameters": facts}
         path.parent.mkdir(parents=True, exist_ok=True)
-        if facts is not None:
-            chunks.add_text("parameters", facts)
         if sample.ndim == 4:
-            chunks.add_text("frames", str(len(sample)))
+            chunks["frames"] = str(len(sample))
             save_clip(path.with_suffix(".webp"), sample, facts, fps)
-        with atomic.replacing(path) as file:
-            as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
+        save_png(path, as_image(tall(sample)), chunks)
 
     def load(self, place: Place) -> torch.Tensor:
         """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1]. Raises UserError if the file is damaged."""

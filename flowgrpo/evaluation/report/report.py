@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import re
+from collections import defaultdict
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,11 +281,11 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
 
 def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of all epochs so far per phase, the longest first."""
-    total: dict[str, float] = {}
+    total: dict[str, float] = defaultdict(float)
     for line in lines:
         for key, value in line.items():
             if key.startswith("seconds/"):
-                total[key.removeprefix("seconds/")] = total.get(key.removeprefix("seconds/"), 0.0) + value
+                total[key.removeprefix("seconds/")] += value
     return {phase: round(value, 2) for phase, value in sorted(total.items(), key=lambda pair: -pair[1])}
 
 

@@ -117,15 +117,13 @@ class Extremes:
 def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
     """Keep the sample if it is among the most extreme, replacing a lesser one of the same prompt."""
     total, prompt, scores, output = sample
-    same = [other for other in kept if _identity(other[1]) == _identity(prompt)]
-    if any(sign * other[0] >= sign * total for other in same):
-        return
-    if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
+    same = (i for i, other in enumerate(kept) if _identity(other[1]) == _identity(prompt))
+    place = next(same, EXTREMES - 1)  # of the one that it would replace, if there is one
+    if any(sign * other[0] >= sign * total for other in kept[place:place + 1]):
         return
     copied = output if isinstance(output, str) else output.to("cpu", copy=True)  # a view would keep its whole batch
-    others = [other for other in kept if _identity(other[1]) != _identity(prompt)]
-    kept[:] = sorted([*others, (total, prompt, scores, copied)],
-                     key=lambda other: -sign * other[0])[:EXTREMES]
+    kept[place:place + 1] = [(total, prompt, scores, copied)]
+    kept.sort(key=lambda other: -sign * other[0])
 
 
 def _identity(prompt: Prompt) -> tuple[str, Any]:
