@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,8 +185,7 @@ def json_lines(text: str, file: str) -> Iterator[tuple[int, Any]]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:60]!r} stands twice")
     return record
 

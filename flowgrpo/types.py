@@ -98,7 +98,7 @@ class Scored:
         return self._each(lambda value: to_device(value, device))
 
     def _each(self, of: Callable[[Tensor], Tensor]) -> Scored:
-        held = {name: getattr(self, name) for name in ("logp", "mask", "mean", "entropy", "guided")}
+        held: dict[str, Any] = {name: getattr(self, name) for name in ("logp", "mask", "mean", "entropy", "guided")}
         return replace(self, **{name: of(value) for name, value in held.items() if value is not None})
 
 
@@ -260,8 +260,9 @@ class Completions:
 
     def rows(self: C, at: Tensor) -> C:
         """Completions `at` (indices or a mask), with every field of theirs."""
-        return replace(self, **{name: value.rows(at) if isinstance(value, Scored) else value[at]
-                                for name, value in vars(self).items() if value is not None})
+        chosen: dict[str, Any] = {name: value.rows(at) if isinstance(value, Scored) else value[at]
+                                  for name, value in vars(self).items() if value is not None}
+        return replace(self, **chosen)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Hashable, Sequence
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -167,9 +168,7 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
-    given = [answer for answer in answers if answer is not None]
-    most = max(map(given.count, given), default=0)
-    leading = [answer for answer in dict.fromkeys(given) if given.count(answer) == most]
+    leading = multimode(answer for answer in answers if answer is not None)
     means = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
     return float(np.mean(means)) if means else 0.0
 

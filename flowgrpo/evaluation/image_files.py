@@ -112,7 +112,7 @@ def tensors_hash(file: Path) -> str:
     """SHA-256 of a safetensors file's tensors, without its header: AUTOMATIC1111's hash of a LoRA."""
     with file.open("rb") as opened:
         opened.seek(8 + int.from_bytes(opened.read(8), "little"))
-        return hashlib.sha256(opened.read()).hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def free(path: Path) -> Path:

@@ -61,10 +61,9 @@ def totals(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
     that does not apply to a sample adds nothing to it."""
     values = np.array([scores[name] for name in weights if name in scores], dtype=np.float64)
     factors = np.array([weight for name, weight in weights.items() if name in scores])
-    known = ~np.isnan(values)
-    sums = np.where(known.any(0), (np.where(known, values, 0) * factors[:, None]).sum(0), np.nan).reshape(-1, samples)
-    there = ~np.isnan(sums)
-    return np.where(there.any(1), np.where(there, sums, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
+    sums = np.where(np.isnan(values).all(0), np.nan, np.nansum(values * factors[:, None], 0)).reshape(-1, samples)
+    count = (~np.isnan(sums)).sum(1)
+    return np.where(count, np.nansum(sums, 1) / np.maximum(count, 1), np.nan)
 
 
 def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],

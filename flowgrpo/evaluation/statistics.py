@@ -106,9 +106,8 @@ def _mean(values: np.ndarray) -> float:
 def _of_prompts(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and number of scores of each prompt that has any."""
     scores = np.asarray(scores, dtype=np.float64)
-    there = ~np.isnan(scores)
-    scores, there = scores[there.any(1)], there[there.any(1)]
-    return np.where(there, scores, 0).sum(1) / there.sum(1), there.sum(1)
+    scores = scores[~np.isnan(scores).all(1)]
+    return np.nanmean(scores, 1), (~np.isnan(scores)).sum(1)
 
 
 def _share(values: np.ndarray) -> tuple[float, float, int]:
