@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from flowgrpo import rewards
@@ -287,7 +288,8 @@ def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, 
     for number, prompt in enumerate(base.prompts[::samples]):
         if "task" in prompt.metadata:
             tasks[str(prompt.metadata["task"])].append(number)
-    return Scores({"before": arrays(base), "after": arrays(after)},
+    return Scores({arm: {name: np.array(values).reshape(-1, samples) for name, values in measured.scores.items()}
+                   for arm, measured in (("before", base), ("after", after))},
                   {**tasks, ALL: list(range(len(base.prompts) // samples))}).rows()
 
 
