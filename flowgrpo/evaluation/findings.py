@@ -228,8 +228,8 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)}, answers[arm])
                          for arm in plan.arms}}
     if distance[0]:
-        base, tuned = ((ledger.batch(row) for row in places[arm]) for arm in (BASE, TUNED))
-        results["distances"] = distances.measure_distances(*distance, base, tuned)
+        sides: Any = ((ledger.batch(row) for row in places[arm]) for arm in (BASE, TUNED))
+        results["distances"] = distances.measure_distances(*distance, *sides)
     text = json.dumps(finite(results), indent=2)
     atomic.write_text(ledger.folder / "results.json", text + "\n")
     atomic.write_text(ledger.folder / "table.md", markdown(results))
