@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,11 +167,25 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def json_of(text: str, place: str) -> Any:
+    """Value of `parse_json`. Raises UserError that begins with the place."""
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
+
+
+def json_lines(text: str, file: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line of a .jsonl file that is not blank. file: begins errors."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, json_of(line, f"{file}, line {number}")
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:60]!r} stands twice")
     return record
 

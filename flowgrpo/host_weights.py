@@ -25,7 +25,11 @@ class HostWeights:
             return
         self.here = True
         copies: dict[int, torch.Tensor] = {}  # tied weights have one
-        for place, name, tensor in [*self._tensors()]:
+        parts = (part for module in self.modules for part in (module.modules() if self.deep else [module]))
+        for _, place, name, tensor in _tensors(parts):
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if not (plain or is_traceable_wrapper_subclass(tensor)) or tensor.device == self.device:
+                continue
             if id(tensor) not in copies:
                 if self.device.type == "cuda":
                     _pin(tensor)
@@ -39,15 +43,16 @@ class HostWeights:
             place[name] = tensor
         self._waiting, self.here = [], False
 
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield the parameters and buffers that wait, with the dictionary that holds each and its name there."""
-        for part in (part for module in self.modules for part in (module.modules() if self.deep else [module])):
-            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-            for place in places:
-                for name, tensor in place.items():
-                    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-                    if (plain or is_traceable_wrapper_subclass(tensor)) and tensor.device != self.device:
-                        yield place, name, tensor
+
+def _tensors(parts: Iterable[torch.nn.Module]
+             ) -> Iterator[tuple[torch.nn.Module, dict[str, Any], str, torch.Tensor]]:
+    """Yield the parameters and buffers of each part, with the dictionary that holds each and its name there."""
+    for part in parts:
+        places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+        for place in places:
+            for name, tensor in place.items():
+                if tensor is not None:
+                    yield part, place, name, tensor
 
 
 def _pin(tensor: torch.Tensor) -> None:
@@ -65,12 +70,9 @@ def move_rest(module: torch.nn.Module, device: torch.device, waiting: Iterable[t
     """Move a module to the device, without the modules inside it that wait; of these the trained weights alone."""
     away = {part for one in waiting for part in one.modules()}
     copies: dict[int, torch.Tensor] = {}  # tied weights have one
-    for part in module.modules():
-        places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-        for place in places:
-            for name, tensor in place.items():
-                if tensor is not None and (part not in away or tensor.requires_grad) and tensor.device != device:
-                    place[name] = copies.setdefault(id(tensor), _copy_to(tensor, device))
+    for part, place, name, tensor in _tensors(module.modules()):
+        if (part not in away or tensor.requires_grad) and tensor.device != device:
+            place[name] = copies.setdefault(id(tensor), _copy_to(tensor, device))
 
 
 def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -171,7 +171,7 @@ def download(text: str) -> Path:
     match = _NAME.fullmatch(text.removeprefix(PREFIX))
     if not match:
         raise UserError(f"{text!r}: expected hub:OWNER/NAME or hub:OWNER/NAME@REVISION")
-    folder = _download_snapshot(match["id"], match["revision"])
+    folder = _download_snapshot(match)
     files = sorted(folder.glob("*.safetensors"))
     whole = (folder / "config.yaml").is_file() or any(folder.glob("*/*.safetensors"))
     if not files and not whole:
@@ -180,34 +180,30 @@ def download(text: str) -> Path:
     return files[0] if single else folder
 
 
-def _download_snapshot(repository: str, revision: str | None) -> Path:
+def _download_snapshot(named: re.Match[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
     try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(TAKEN),
+        folder = Path(snapshot_download(named["id"], revision=named["revision"], allow_patterns=list(TAKEN),
                                         ignore_patterns=list(LEFT), local_files_only=offline))
     except LocalEntryNotFoundError:
         why = f"no network ({constants.ENDPOINT} does not answer)" if offline else "the download did not complete"
-        raise UserError(f"{PREFIX}{_at(repository, revision)}: not in the hub's cache, and {why}: `hf download "
-                        f"{repository}` where there is one, and give the folder") from None
+        raise UserError(f"{PREFIX}{named[0]}: not in the hub's cache, and {why}: `hf download {named['id']}` where "
+                        "there is one, and give the folder") from None
     except Exception as error:  # of the hub, the network or the file system
-        raise UserError(f"{PREFIX}{_at(repository, revision)}: {_why(error, repository, revision)}") from None
+        why = refusal(error, named["id"]) or " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, RevisionNotFoundError):
+            why = f"the repository has no revision {named['revision']!r}: expected a branch, a tag or a commit"
+        elif isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+            why = "there is no such repository, or it is private: look at its name, or log in with `hf auth login`"
+        raise UserError(f"{PREFIX}{named[0]}: {why}") from None
     if offline:
-        print(f"no network: {_at(repository, revision)} is read from the hub's cache", file=sys.stderr)
+        print(f"no network: {named[0]} is read from the hub's cache", file=sys.stderr)
     return folder
-
-
-def _why(error: Exception, repository: str, revision: str | None) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, RevisionNotFoundError):
-        return f"the repository has no revision {revision!r}: expected a branch, a tag or a commit"
-    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
-        return "there is no such repository, or it is private: look at its name, or log in with `hf auth login`"
-    return refusal(error, repository) or " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _at(repository: str, revision: str | None) -> str:
-    return repository if revision is None else f"{repository}@{revision}"

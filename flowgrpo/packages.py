@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.version import __version__
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 # Modules of each extra of pyproject.toml: they identify its packages, however these were installed.
 EXTRAS = {"clip": ("open_clip",), "server": ("uvicorn",), "ocr": ("rapidocr", "onnxruntime"),
@@ -70,14 +74,11 @@ def import_optional(module: str, extra: str | None, who: str) -> ModuleType:
 def require_versions() -> None:
     """Raise UserError if a required package is older or newer than flowgrpo declares, with the command that mends it.
     Reads the records of installed packages and imports none. A source tree that is not installed has no record."""
-    from packaging.requirements import Requirement
-
     wrong = []
-    for need in map(Requirement, _requirements("flowgrpo")):
-        if need.marker and not need.marker.evaluate({"extra": ""}):
-            continue
+    for need in _requirements():
         found = version(need.name)
-        if found != "unknown" and not _fits(need, found):
+        here = not need.marker or need.marker.evaluate({"extra": ""})
+        if here and found != "unknown" and not _fits(need, found):
             wrong.append((need, found))
     if wrong:
         have = ", ".join(f"{need.name} {found}" for need, found in wrong)
@@ -134,27 +135,28 @@ def _importing(error: BaseException) -> str | None:
     return None if owner is None else _distribution(owner)
 
 
-def _requirements(package: str) -> list[str]:
-    try:
-        return metadata.requires(package) or []
-    except metadata.PackageNotFoundError:
-        return []
+def _requirements() -> list[Requirement]:
+    from packaging.requirements import Requirement
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return [*map(Requirement, metadata.requires("flowgrpo") or [])]
+    return []
 
 
 def _optional() -> set[str]:
-    from packaging.requirements import Requirement
+    """Packages that extras alone bring."""
     from packaging.utils import canonicalize_name
 
-    needs = [need for need in map(Requirement, _requirements("flowgrpo")) if need.name != "flowgrpo"]
+    needs = [need for need in _requirements() if need.name != "flowgrpo"]
     return {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)} - {
         str(canonicalize_name(need.name)) for need in needs if not need.marker}
 
 
-def _fits(need: object, found: str) -> bool:
+def _fits(need: Requirement, found: str) -> bool:
     """True if a version fits; a vendor's build such as 2.9.0a0+ab12 counts as its release."""
     from packaging.version import Version
 
-    return need.specifier.contains(Version(Version(found).base_version), prereleases=True)  # type: ignore[attr-defined]
+    return need.specifier.contains(Version(Version(found).base_version), prereleases=True)
 
 
 def _distribution(module: str) -> str:

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -103,27 +103,25 @@ _answers: set[str] = set()  # marks that were agreed to in this process
 
 
 @contextmanager
-def command() -> Iterator[None]:
-    """Context manager: until its end recipes that are not trusted are limited."""
+def _limited(limits: list[Limit]) -> Iterator[None]:
     global _limits
-    before, _limits = _limits, []
+    before, _limits = _limits, limits
     try:
         yield
     finally:
         _limits = before
 
 
-@contextmanager
-def opening(*named: object) -> Iterator[None]:
+def command() -> AbstractContextManager[None]:
+    """Context manager: until its end recipes that are not trusted are limited."""
+    return _limited([])
+
+
+def opening(*named: object) -> AbstractContextManager[None]:
     """Context manager: until its end only files that the command line names are imported. named: values of the command
     line, also nested."""
-    global _limits
-    limit = Limit(frozenset(texts(named)), fix=f"name it on the command line, or add {FLAG} if you trust it")
-    before, _limits = _limits, [*_of_recipes(), limit]
-    try:
-        yield
-    finally:
-        _limits = before
+    return _limited([*_of_recipes(), Limit(
+        frozenset(texts(named)), fix=f"name it on the command line, or add {FLAG} if you trust it")])
 
 
 def _opened() -> Limit | None:

@@ -90,16 +90,16 @@ class Scored:
 
     def rows(self, at: Tensor | slice) -> Scored:
         """Rows `at` (indices, a mask or a slice) of all fields."""
-        std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
-        mean, entropy, guided = (each if each is None else each[at] for each in (self.mean, self.entropy, self.guided))
-        return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy, guided)
+        chosen = self._each(lambda value: value[at])
+        return chosen if self.std is None or self.std.ndim < 2 else replace(chosen, std=self.std[at])
 
     def to(self, device: torch.device) -> Scored:
         """Score with its large parts on the device; std and slope, a few numbers, stay in place."""
-        held = self.mean, self.entropy, self.guided
-        mean, entropy, guided = (each if each is None else to_device(each, device) for each in held)
-        logp, mask = to_device(self.logp, device), to_device(self.mask, device)
-        return Scored(logp, mask, mean, self.std, self.slope, entropy, guided)
+        return self._each(lambda value: to_device(value, device))
+
+    def _each(self, of: Callable[[Tensor], Tensor]) -> Scored:
+        held: dict[str, Any] = {name: getattr(self, name) for name in ("logp", "mask", "mean", "entropy", "guided")}
+        return replace(self, **{name: of(value) for name, value in held.items() if value is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,9 +260,8 @@ class Completions:
 
     def rows(self: C, at: Tensor) -> C:
         """Completions `at` (indices or a mask), with every field of theirs."""
-        given = {part.name: getattr(self, part.name) for part in fields(self)}
         chosen: dict[str, Any] = {name: value.rows(at) if isinstance(value, Scored) else value[at]
-                                  for name, value in given.items() if value is not None}
+                                  for name, value in vars(self).items() if value is not None}
         return replace(self, **chosen)
 
 

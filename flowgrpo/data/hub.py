@@ -61,19 +61,16 @@ def parse(source: str) -> HubPrompts:
         if key not in OPTIONS:
             raise UserError(f"prompts {source!r}: unknown option {key!r}{nearest(key, list(OPTIONS))}; there are "
                             f"{', '.join(OPTIONS)}")
-    limit = given.get("limit")
-    if limit is not None and not (limit.isdecimal() and int(limit)):
-        raise UserError(f"prompts {source!r}: limit is {limit!r}, expected a number of rows above 0")
-    return HubPrompts(match["id"], match["config"], given.get("column"), given.get("split", "train"),
-                      given.get("revision"), None if limit is None else int(limit),
-                      _flag(source, "streaming", given), _flag(source, "unique", given))
-
-
-def _flag(source: str, name: str, given: dict[str, str]) -> bool:
-    text = given.get(name, "false")
-    if text not in ("true", "false"):
-        raise UserError(f"prompts {source!r}: {name} is {text!r}, expected true or false")
-    return text == "true"
+    typed: dict[str, Any] = {**given}
+    if "limit" in given:
+        if not (given["limit"].isdecimal() and int(given["limit"])):
+            raise UserError(f"prompts {source!r}: limit is {given['limit']!r}, expected a number of rows above 0")
+        typed["limit"] = int(given["limit"])
+    for flag in ("streaming", "unique"):
+        if given.get(flag, "false") not in ("true", "false"):
+            raise UserError(f"prompts {source!r}: {flag} is {given[flag]!r}, expected true or false")
+        typed[flag] = given.get(flag) == "true"
+    return HubPrompts(match["id"], match["config"], **typed)
 
 
 def load(source: str) -> list[Prompt]:

@@ -86,13 +86,18 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
     if "image" in values:
         values["images"] = (values.pop("image"),)
     if (given := record.get(SCALE)) is not None:
-        try:
-            values[SCALE] = math.nan if isinstance(given, bool) else float(given)
-        except (TypeError, ValueError, OverflowError):
-            values[SCALE] = math.nan
+        values[SCALE] = number(given)
         if not 0 <= values[SCALE] < math.inf:
             raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {excerpt(given)}")
     return Inputs(**values, place=inputs.place)
+
+
+def number(given: Any) -> float:
+    """Number of a value or of a table's cell; NaN for anything else."""
+    try:
+        return math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _entries(inputs: Inputs, names: Any) -> list[Any]:

@@ -12,7 +12,6 @@ file) or `text` (an answer). Optional are `reward`, a number (default 1), and `s
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import beside, parse_json, require_ending, text_of, unfit, unsafe
+from flowgrpo.files import beside, json_lines, require_ending, text_of, unfit, unsafe
 
 OVERALL = "overall"
 ASPECT = re.compile(r"[\w-]+")  # the name of one
@@ -75,14 +74,8 @@ def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
 def records(path: Path, what: str, keys: Sequence[str], needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a .jsonl file, each with its place, which begins errors. needed: keys, in words."""
     require_ending(path, (".jsonl",), what)
-    for number, row in enumerate(text_of(path, LARGEST, what).split("\n"), 1):
+    for number, record in json_lines(text_of(path, LARGEST, what), f"{what} {path}"):
         place = f"{what} {path}, line {number}"
-        if not row.strip():
-            continue
-        try:
-            record = parse_json(row)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
         if not isinstance(record, dict):
             raise UserError(f"{place}: expected an object with the keys {needed}, got {record!r}")
         if "picture" in record and "image" in keys and "image" not in record:  # the key's name before

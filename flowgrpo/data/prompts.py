@@ -32,7 +32,7 @@ from typing import Any
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, excerpt, slip
-from flowgrpo.files import parse_json, require_ending, text_of, unsafe
+from flowgrpo.files import json_lines, json_of, require_ending, text_of, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
@@ -189,9 +189,8 @@ def _read_txt(text: str, path: Path) -> Records:
 
 
 def _read_jsonl(text: str, path: Path) -> Records:
-    for line, record in enumerate(text.split("\n"), 1):
-        if record.strip():
-            yield line, _of_line(_json(record, path, line), path, line)
+    for line, record in json_lines(text, f"prompts {path}"):
+        yield line, _of_line(record, path, line)
 
 
 def _of_line(row: Any, path: Path, line: int) -> Any:
@@ -309,11 +308,11 @@ def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Convert a row to our keys; columns that are not ours become metadata."""
-    row = _with_prompt(row, path, line)
+    row = {**_with_prompt(row, path, line)}
     metadata = row.pop("metadata", None)
     metadata = {} if metadata is None else metadata
     if isinstance(metadata, str):
-        metadata = _json(metadata, path, line)
+        metadata = json_of(metadata, f"prompts {path}, line {line}")
     elif isinstance(metadata, dict):
         metadata = _drop_none(metadata)  # a structure has the keys of all rows
     facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
@@ -330,13 +329,6 @@ def _drop_none(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _json(text: str, path: Path, line: int) -> Any:
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError as error:
-        raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
-
-
 def _prompt(record: Any, path: Path, line: int) -> Prompt:
     if not isinstance(record, dict):
         raise _wrong(path, line, f"expected an object with the key 'prompt', got {excerpt(record)}")
@@ -350,20 +342,10 @@ def _prompt(record: Any, path: Path, line: int) -> Prompt:
     for key in ("prompt", "negative_prompt"):
         if why := unsafe(record.get(key) or ""):
             raise _wrong(path, line, f"the text under {key!r} holds {why}")
-    return Prompt(text.strip(), negative, metadata or {}, None, _weight(record.get("weight"), path, line),
-                  files.read_inputs(record, path, line))
-
-
-def _weight(value: Any, path: Path, line: int) -> float:
-    if value is None:
-        return 1.0
-    try:
-        weight = float(value)
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
-    if isinstance(value, bool) or not 0 < weight < math.inf:
-        raise _wrong(path, line, f"expected a positive number under 'weight', got {excerpt(value)}")
-    return weight
+    weight = 1.0 if record.get("weight") is None else files.number(record["weight"])
+    if not 0 < weight < math.inf:
+        raise _wrong(path, line, f"expected a positive number under 'weight', got {excerpt(record['weight'])}")
+    return Prompt(text.strip(), negative, metadata or {}, None, weight, files.read_inputs(record, path, line))
 
 
 def _wrong(path: Path, line: int, what: str) -> UserError:

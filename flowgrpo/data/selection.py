@@ -21,6 +21,7 @@ from flowgrpo.nouns import quantity
 _WORD = re.compile(r"\w+")
 Rates = Mapping[str, Sequence[float]]  # success rates by a prompt's key, the oldest first
 TRIALS, NEAR = 20_000, 4_000  # mixtures that are tried: anywhere, and near the best one
+GRAM = 3  # words of an n-gram by which near repetitions are found
 WIDTH = 512  # of a text's features
 _WORDS = re.compile(r"\w+|[^\w\s]")
 
@@ -30,36 +31,30 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def grams(text: str, size: int) -> frozenset[tuple[str, ...]]:
-    """N-grams of a text's words; of a shorter text all its words."""
-    words = words_of(text)
-    return frozenset(tuple(words[at:at + size]) for at in range(max(len(words) - size + 1, 1)))
-
-
-def deduplicate(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
+def deduplicate(prompts: Sequence[Prompt], near: float | None = None) -> list[Prompt]:
     """Prompts without repetitions, the first one of each kept.
 
-    Two texts are the same if their words are; and near each other if the share of n-grams that both have, among those
-    that either has (Jaccard), is at least `near`. Prompts with different files are never the same.
+    Two texts are the same if their words are; and near each other if the share of GRAM words in a row that both have,
+    among those that either has (Jaccard), is at least `near`. Prompts with different files are never the same.
     """
     kept: list[Prompt] = []
     exact: set[tuple[str, ...]] = set()
-    found: list[frozenset[tuple[str, ...]]] = []
+    sizes: list[int] = []  # numbers of n-grams of the kept ones
     holding: dict[tuple[str, ...], list[int]] = {}
     for prompt in prompts:
-        files = prompt.key.split("\n")[1:]
-        identity = (*words_of(prompt.text), "\n", *files)
+        words, files = words_of(prompt.text), prompt.key.split("\n")[1:]
+        identity = (*words, "\n", *files)
         if identity in exact:
             continue
-        own = frozenset((*gram, "\n", *files) for gram in grams(prompt.text, size))
-        if near is not None:
-            shared = Counter(place for gram in own for place in holding.get(gram, ()))
-            if any(count / (len(own) + len(found[place]) - count) >= near for place, count in shared.items()):
-                continue
-        for gram in own if near is not None else ():
-            holding.setdefault(gram, []).append(len(kept))
         exact.add(identity)
-        found.append(own)
+        if near is not None:
+            grams = {(*words[at:at + GRAM], "\n", *files) for at in range(max(len(words) - GRAM + 1, 1))}
+            shared = Counter(place for gram in grams for place in holding.get(gram, ()))
+            if any(count / (len(grams) + sizes[place] - count) >= near for place, count in shared.items()):
+                continue
+            for gram in grams:
+                holding.setdefault(gram, []).append(len(kept))
+            sizes.append(len(grams))
         kept.append(prompt)
     return kept
 

@@ -19,7 +19,7 @@ from typing import Any
 from flowgrpo.data import hub, prompts, sets, sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.files import text_of
+from flowgrpo.files import json_lines, text_of
 
 SHIPPED = {name: named.suite for name, named in sets.SETS.items() if named.suite}
 ENDINGS = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
@@ -154,21 +154,15 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return prompts.rows(path)
     text = text_of(path, what="suite")
     if path.suffix == ".jsonl":
-        return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        records = [*json_lines(text, f"suite {path}")]
+        for number, record in records:
+            if not isinstance(record, dict):
+                raise UserError(f"suite {path}, line {number}: expected an object, got {str(record)[:60]}")
+        return [record for _, record in records]
     # PartiPrompts has unpaired quotes in its prompts and no quoted fields
     if path.suffix == ".tsv":
         return list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE))
     return list(csv.DictReader(io.StringIO(text, newline="")))
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = prompts.parse_json(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"suite {path}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise UserError(f"suite {path}, line {number}: expected an object, got {line.strip()[:60]}")
-    return record
 
 
 # --- one reader per format -------------------------------------------------------------------------------------------
@@ -253,9 +247,7 @@ def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _source(name: Any) -> str:
-    match = re.match(r"[A-Za-z]*", str(name))
-    assert match is not None  # the pattern matches an empty text
-    return match[0] or "dpg"
+    return re.split("[^A-Za-z]", str(name), maxsplit=1)[0] or "dpg"
 
 
 def _own_category(prompt: Prompt) -> tuple[str, ...]:

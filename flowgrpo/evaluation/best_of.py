@@ -52,8 +52,9 @@ class BestOf:
             best.append((scores.index(max(scores)), max(scores)))
         return best
 
-    def over(self, hand: Hand) -> Hand:
-        return BestHand(hand, self)
+    def over(self, hand: Hand, fps: float | None) -> Hand:
+        """Generator whose samples are the best of several of another one's. fps: frames per second of clips."""
+        return BestHand(hand, self, fps)
 
     def as_json(self) -> dict[str, Any]:
         return {"best_of": self.count, "by": self.name}
@@ -84,11 +85,8 @@ class BestHand:
 
     hand: Hand
     best: BestOf
+    fps: float | None
     chosen: dict[Place, tuple[Place, float]] = field(default_factory=dict)
-
-    @property
-    def fps(self) -> float | None:
-        return self.hand.fps
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
         tries = [[place._replace(sample=place.sample * self.best.count + number) for place in places]

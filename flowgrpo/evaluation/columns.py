@@ -27,10 +27,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import cell, markdown
 from flowgrpo.evaluation import image_files, run_rewards, samplers
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.evaluation.pages import clips, grid, sources
-from flowgrpo.evaluation.pages.before_after import captions, frames_of, means_of
+from flowgrpo.evaluation.pages import clips, grid
+from flowgrpo.evaluation.pages.before_after import scored_rows
 from flowgrpo.evaluation.pages.clips import durations, seconds_of
-from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.samplers import Pipelines, Texts, first_of_each
 from flowgrpo.evaluation.statistics import bounds, format_interval
@@ -237,14 +237,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     if any(map(rewards.sees_base, functions.values())):
         bases = [torch.stack(first_of_each(sampler, Arm(None, each.asked), shown, each.seed)) for each in chosen]
     fps = None if by_tokens else rate_ahead(config.model, config.load, arguments, config.fps)
-    scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
-              for samples, base in zip(drawn, bases)]
-    rows = [Row(prompt.text, [images[i] for images in drawn],
-                [dict(zip(functions, values[i].tolist())) for values in scores],
-                sources.read_sources(prompt, frames_of(drawn[0][i]))) for i, prompt in enumerate(shown)]
+    rows, means = scored_rows(functions, drawn, shown, bases, fps)
     # The page: a table of texts, or images with what says how they were drawn.
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
-    means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
         draw_grid(output, names, rows, means, image_files.facts(
             run, names, shown, image_files.save_columns(output, names, drawn, fps),

@@ -37,10 +37,6 @@ class Painter:
         self.sampler = Pipelines(plan.model, config, drawing(config.precision, device, plan.precision), device)
         self.settings: dict[str, dict[str, Any]] = {}
 
-    @property
-    def fps(self) -> float | None:
-        return self.plan.fps
-
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.sampler.pipe is None:
@@ -71,8 +67,6 @@ class Painter:
 
 class Writer:
     """Write with a language model."""
-
-    fps: float | None = None
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.seed_of = plan, seeder(plan.seed, 0)

@@ -29,7 +29,7 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
-from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan, digest
+from flowgrpo.evaluation.plan import BASE, TUNED, AnyLedger, Place, Plan, digest
 from flowgrpo.log import bar
 from flowgrpo.policies import checkpoints, loading
 from flowgrpo.rewards import Failed
@@ -157,7 +157,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
 # --- drawing and scoring ---------------------------------------------------------------------------------------------
 
-def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, known: dict[Place, dict[str, float]],
+def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
     hand, at_once = plan.drawer(processes.device), max(AT_ONCE, batch)
@@ -178,14 +178,14 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
                         prompt = suite.cases[place.prompt].prompt
-                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), hand.fps)
+                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), plan.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 shown.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
 
 
-def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: BaseLedger,
+def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: AnyLedger,
            known: dict[Place, dict[str, float]], base: str | None, fps: float | None) -> Counter[str]:
     """Score samples by the rewards missing for any of them, and store the missing scores. base: the arm to compare
     with. fps: frames per second of clips. Returns the number of failures by reward; failures are not stored, so the

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Hashable, Sequence
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from flowgrpo.evaluation.distances import DISTANCES
 from flowgrpo.evaluation.pages import figures, sources
 from flowgrpo.evaluation.pages.before_after import frames_of, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
-from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan
+from flowgrpo.evaluation.plan import BASE, TUNED, AnyLedger, Place, Plan
 from flowgrpo.evaluation.statistics import (
     ALL,
     CONFIDENCE,
@@ -167,9 +168,7 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
-    given = [answer for answer in answers if answer is not None]
-    most = max(map(given.count, given), default=0)
-    leading = [answer for answer in dict.fromkeys(given) if given.count(answer) == most]
+    leading = multimode(answer for answer in answers if answer is not None)
     means = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
     return float(np.mean(means)) if means else 0.0
 
@@ -204,7 +203,7 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
     return results
 
 
-def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
+def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, failed: dict[str, int],
           apart: Callable, distance: tuple[Sequence[str], str | Callable] = ((), "")) -> dict[str, Any]:
     """Write the table, the page and the findings of a finished evaluation to its folder; return the findings.
 
@@ -229,8 +228,8 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)}, answers[arm])
                          for arm in plan.arms}}
     if distance[0]:
-        base, tuned = ((ledger.batch(row) for row in places[arm]) for arm in (BASE, TUNED))
-        results["distances"] = distances.measure_distances(*distance, base, tuned)
+        sides: Any = ((ledger.batch(row) for row in places[arm]) for arm in (BASE, TUNED))
+        results["distances"] = distances.measure_distances(*distance, *sides)
     text = json.dumps(finite(results), indent=2)
     atomic.write_text(ledger.folder / "results.json", text + "\n")
     atomic.write_text(ledger.folder / "table.md", markdown(results))

@@ -288,12 +288,9 @@ def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, 
     for number, prompt in enumerate(base.prompts[::samples]):
         if "task" in prompt.metadata:
             tasks[str(prompt.metadata["task"])].append(number)
-    scores = Scores({arm: {name: np.array(values).reshape(-1, samples) for name, values in measured.scores.items()}
-                     for arm, measured in (("before", base), ("after", after))},
-                    {**tasks, ALL: list(range(len(base.prompts) // samples))})
-    means, changes = scores.means(), scores.pairs()
-    return {name: {category: {arm: of_arm[name][category] for arm, of_arm in means.items()} | {"change": moved}
-                   for category, moved in of_reward.items()} for name, of_reward in changes.items()}
+    return Scores({arm: {name: np.array(values).reshape(-1, samples) for name, values in measured.scores.items()}
+                   for arm, measured in (("before", base), ("after", after))},
+                  {**tasks, ALL: list(range(len(base.prompts) // samples))}).rows()
 
 
 def describe_sampling(policy: Policy, config: Config, count: int) -> str:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import sources
-from flowgrpo.evaluation.pages.clips import as_image, save_clip
+from flowgrpo.evaluation.pages.clips import as_image, save_clip, save_png
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.edits import FILE as EDITS
 from flowgrpo.policies.pipelines.load import denoisers
@@ -43,10 +42,8 @@ def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = N
         return
     from torchvision.transforms.functional import to_pil_image
 
-    chunk = PngInfo()
-    chunk.add_text("parameters", parameters)
-    with atomic.replacing(path) as file:
-        to_pil_image(image.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(file, "PNG", pnginfo=chunk)
+    pixels = image.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)
+    save_png(path, to_pil_image(pixels), {"parameters": parameters})
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
@@ -115,7 +112,7 @@ def tensors_hash(file: Path) -> str:
     """SHA-256 of a safetensors file's tensors, without its header: AUTOMATIC1111's hash of a LoRA."""
     with file.open("rb") as opened:
         opened.seek(8 + int.from_bytes(opened.read(8), "little"))
-        return hashlib.sha256(opened.read()).hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def free(path: Path) -> Path:
@@ -138,8 +135,7 @@ def save_rows(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor, fps:
         if sample.ndim == 4:
             save_clip(folder / f"{number:03d}.webp", sample, fps=fps)
         else:
-            with atomic.replacing(folder / f"{number:03d}.png") as file:
-                as_image(sample).save(file, format="PNG")
+            save_png(folder / f"{number:03d}.png", as_image(sample))
 
 
 def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch.Tensor | str] | torch.Tensor

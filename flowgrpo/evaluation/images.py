@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,15 +18,16 @@ from flowgrpo import domains
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
 from flowgrpo.data.images import read_image
-from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, require_length
+from flowgrpo.data.prompts import USER_PROMPT, Prompt, require_length, to_jsonl
 from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import draw, image_files, run_rewards, samplers
 from flowgrpo.evaluation.evaluate import make_plan
-from flowgrpo.evaluation.measured import Measured, spread
+from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips
-from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
+from flowgrpo.evaluation.pages.before_after import scored_rows
+from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Place, Plan, digest
 from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
 from flowgrpo.log import bar
@@ -94,7 +94,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                         f"{' or '.join(FILES[kind])} file, or of a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
         Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
-    sampler = best.over(painter) if best else painter
+    sampler = best.over(painter, plan.fps) if best else painter
     return [*draw_files(sampler, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
@@ -154,19 +154,14 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     functions = run_rewards.rewards_of_run(config)
     arguments, device = samplers.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
-    measured: list[Measured] = []
     fps = rate_ahead(config.model, config.load, arguments, config.fps)
-    for arm in (Arm(None, arguments), Arm(run, arguments, rlg)):
-        images = torch.stack(first_of_each(sampler, arm, chosen, seed))
-        scores = captions(functions, images, chosen, measured[0].images if measured else images, fps)
-        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), images, fps=fps))
-    base, after = measured
+    drawn = [first_of_each(sampler, arm, chosen, seed) for arm in (Arm(None, arguments), Arm(run, arguments, rlg))]
+    rows, means = scored_rows(functions, drawn, chosen, [torch.stack(drawn[0])] * 2, fps)
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = image_files.save_columns(Path(output), names, [[*base.images], [*after.images]], fps)
-    brought = image_files.save_sources(Path(output), chosen, base.images)
-    draw_pairs(Path(output), base, after, names, image_files.facts(
-        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments))
-    return Path(output)
+    folders = image_files.save_columns(Path(output), names, drawn, fps)
+    brought = image_files.save_sources(Path(output), chosen, drawn[0])
+    return draw_grid(Path(output), names, rows, means, image_files.facts(
+        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments), fps)
 
 
 def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
@@ -213,11 +208,10 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
             for first in range(0, len(missing), together):
                 some = missing[first:first + together]
                 for place, drawn in zip(some, hand.draw(arm, [given[place.prompt] for place in some], some)):
-                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), hand.fps)
+                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), plan.fps)
                 shown.update(len(some))
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
-    lines = [as_line(_with_sample(given[place.prompt], name, ledger.entry(place))) for place in places]
-    atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    atomic.write_text(path, to_jsonl(_with_sample(given[place.prompt], name, ledger.entry(place)) for place in places))
     return path
 
 

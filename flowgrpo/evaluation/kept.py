@@ -18,7 +18,7 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Fused, Load
 from flowgrpo.evaluation.looks import APART, EDGES
-from flowgrpo.evaluation.statistics import ALL, STUDENT, Interval, Scores, change, format_interval, format_value, ratio
+from flowgrpo.evaluation.statistics import ALL, STUDENT, Interval, Scores, cell, change, format_value, ratio
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
@@ -61,10 +61,9 @@ def totals(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
     that does not apply to a sample adds nothing to it."""
     values = np.array([scores[name] for name in weights if name in scores], dtype=np.float64)
     factors = np.array([weight for name, weight in weights.items() if name in scores])
-    known = ~np.isnan(values)
-    sums = np.where(known.any(0), (np.where(known, values, 0) * factors[:, None]).sum(0), np.nan).reshape(-1, samples)
-    there = ~np.isnan(sums)
-    return np.where(there.any(1), np.where(there, sums, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
+    sums = np.where(np.isnan(values).all(0), np.nan, np.nansum(values * factors[:, None], 0)).reshape(-1, samples)
+    count = (~np.isnan(sums)).sum(1)
+    return np.where(count, np.nansum(sums, 1) / np.maximum(count, 1), np.nan)
 
 
 def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],
@@ -86,8 +85,7 @@ def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[fl
         measured.append({
             "weight": weight, "gain": gain_of(first, first + gain).as_json(),
             "kept": ratio(after - before, gain).as_json(),
-            "rewards": {name: {arm: of_arm[name][ALL] for arm, of_arm in compared.means().items()} | {"change": moved}
-                        for name, moved in ((name, rows[ALL]) for name, rows in compared.pairs().items())},
+            "rewards": {name: rows[ALL] for name, rows in compared.rows().items()},
             "of_base": {name: share.interval.as_json() for name, share in shares.items() if share.interval}})
     return finite({
         "model": sibling.model, "lora": sibling.lora, "scheduler": dict(sibling.scheduler), "name": sibling.name,
@@ -111,12 +109,8 @@ def sentence(found: Mapping[str, Any]) -> str:
     if low is None or not low > 0 or first["kept"]["mean"] is None:
         return f"{place}: no gain to keep"
     weight = "" if first["weight"] == 1 else f" with the LoRA at {first['weight']:g}"
-    return "; ".join([f"{place}: kept {_cell(first['kept'])} of the gain{weight}",
+    return "; ".join([f"{place}: kept {cell(first['kept'], 2)} of the gain{weight}",
                       *(f"{each['kept']['mean']:.2f} with the LoRA at {each['weight']:g}" for each in others)])
-
-
-def _cell(entry: Mapping[str, Any] | None, sign: str = "", digits: int = 2) -> str:
-    return "-" if not entry else format_interval(entry["mean"], entry["low"], entry["high"], digits, sign)
 
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
@@ -124,10 +118,10 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
     names = list(found["weights"][0]["rewards"])
     lines = [["weight", "gain", "kept", *names, "edge width", "diversity"]]
     for each in found["weights"]:
-        lines.append([f"{each['weight']:g}", _cell(each["gain"], "+", 3), _cell(each["kept"]),
+        lines.append([f"{each['weight']:g}", cell(each["gain"], 3, "+"), cell(each["kept"], 2),
                       *(f"{format_value(of['before']['mean'], 3)} to {format_value(of['after']['mean'], 3)}"
                         for of in each["rewards"].values()),
-                      *(_cell(each["of_base"].get(name)) for name in (EDGES, APART))])
+                      *(cell(each["of_base"][name], 2) if name in each["of_base"] else "-" for name in (EDGES, APART))])
     return lines
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from flowgrpo.evaluation.statistics import STUDENT, Interval, change
 from flowgrpo.starter import SCENES
+from flowgrpo.storage.json_files import finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +70,7 @@ class Looks:
 
     def means(self) -> dict[str, float | None]:
         """Both means for JSON: None in place of NaN."""
-        return {EDGES: None if math.isnan(self.edge_width) else self.edge_width,
-                APART: None if math.isnan(self.diversity) else self.diversity}
+        return finite({EDGES: self.edge_width, APART: self.diversity})
 
     def as_json(self) -> dict[str, Any]:
         return {**self.means(), "of_prompts": self.of_prompts}

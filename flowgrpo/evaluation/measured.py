@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE, quantity
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
@@ -32,22 +33,15 @@ EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared o
 ANEW_SEED = EVAL_SEED + 1  # of what is reported of weights that evaluations chose
 
 
-class Generating(Protocol):
-    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text.
+class Generating(Policy, Protocol):
+    """Policy that generates samples from encoded prompts.
 
-    fps: frames per second of clips; None for others. encode: takes prompts, negative prompts and images to the
-    conditioning. generate: takes conditioning, generators, steps and guidance to images or texts.
+    encode: takes prompts, negative prompts and images to the conditioning. generate: takes conditioning, generators,
+    steps and guidance to images or texts.
     """
-
-    modality: str
-
-    @property
-    def fps(self) -> float | None: ...
 
     @property
     def encode(self) -> Callable[..., Any]: ...
-
-    def generators(self, seeds: Iterable[int]) -> list[torch.Generator]: ...
 
     @property
     def generate(self) -> Callable[..., Any]: ...
@@ -76,11 +70,9 @@ class Measured:
     shuffled: dict[str, list[float]] = field(default_factory=dict)
     lost: list[bool] = field(default_factory=list)
     features: tuple[torch.Tensor, list[int]] | None = None
-    looks: Looks = Looks()  # also accepted as its JSON
+    looks: Looks = Looks()
 
     def __post_init__(self):
-        if not isinstance(self.looks, Looks):
-            object.__setattr__(self, "looks", looks.read(self.looks))
         for key in ("scores", "shuffled"):
             object.__setattr__(self, key, {name: [math.nan if value is None else value for value in values]
                                            for name, values in getattr(self, key).items()})

@@ -12,10 +12,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from PIL import PngImagePlugin
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
@@ -23,7 +22,7 @@ from flowgrpo.data.open_image import open_checked
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.image_files import weight_files
-from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.evaluation.pages.clips import as_image, save_clip, save_png, tall, untall
 from flowgrpo.files import unfit
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import atomic
@@ -32,8 +31,6 @@ from flowgrpo.types import Completion
 
 SETTINGS, CODE = "settings.json", "code"
 PIXELS = 2**28  # of an image, in which a clip's frames stand below each other
-Sample = TypeVar("Sample")  # as stored: an image or clip, or a text
-Batch = TypeVar("Batch")  # as rewards take samples
 BASE, TUNED = "base", "tuned"
 
 
@@ -45,7 +42,7 @@ class Place(NamedTuple):
     sample: int
 
 
-class BaseLedger(Generic[Sample, Batch]):
+class BaseLedger:
     """Folder of an evaluation, as one process writes it: settings and scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
@@ -105,26 +102,8 @@ class BaseLedger(Generic[Sample, Batch]):
         known = {name: None if math.isnan(value) else value for name, value in scores.items()}
         append(self.own, {"place": place, "scores": known})
 
-    def has(self, place: Place) -> bool:
-        raise NotImplementedError
 
-    def entry(self, place: Place) -> str:
-        """The sample's entry in a prompt file."""
-        raise NotImplementedError
-
-    def save(self, place: Place, sample: Sample, facts: str | None = None, fps: float | None = None) -> None:
-        """Store a sample. facts: how it was drawn. fps: frames per second of a clip."""
-        raise NotImplementedError
-
-    def load(self, place: Place) -> Sample:
-        raise NotImplementedError
-
-    def batch(self, places: Sequence[Place]) -> Batch:
-        """Several samples, the form that rewards take."""
-        raise NotImplementedError
-
-
-class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
+class Ledger(BaseLedger):
     """Folder of an evaluation of images or clips, as one process writes it."""
 
     def has(self, place: Place) -> bool:
@@ -134,23 +113,20 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
     def entry(self, place: Place) -> str:
-        """Absolute path of an image, or of a clip's animated WebP."""
+        """The sample's entry in a prompt file: the absolute path of an image, or of a clip's animated WebP."""
         path = self.image(place).resolve()
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
     def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
         """Write an image [3, H, W], or a clip [F, 3, H, W] as one tall image, an animated one and an mp4.
-        facts: the text chunk `parameters`."""
-        path, chunks = self.image(place), PngImagePlugin.PngInfo()
+        facts: the text chunk `parameters`, how it was drawn. fps: frames per second of a clip."""
+        path, chunks = self.image(place), {} if facts is None else {"parameters": facts}
         path.parent.mkdir(parents=True, exist_ok=True)
-        if facts is not None:
-            chunks.add_text("parameters", facts)
         if sample.ndim == 4:
-            chunks.add_text("frames", str(len(sample)))
+            chunks["frames"] = str(len(sample))
             save_clip(path.with_suffix(".webp"), sample, facts, fps)
-        with atomic.replacing(path) as file:
-            as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
+        save_png(path, as_image(tall(sample)), chunks)
 
     def load(self, place: Place) -> torch.Tensor:
         """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1]. Raises UserError if the file is damaged."""
@@ -182,19 +158,20 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     atomic.append_line(path, json.dumps(entry))
 
 
-class TextLedger(BaseLedger[Completion, list[Completion]]):
+class TextLedger(BaseLedger):
     """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
         super().__init__(folder, rank)
         self.written = folder / f"texts-{rank}.jsonl"
-        self._texts: dict[Place, Completion] | None = None
+
+    @functools.cached_property
+    def _texts(self) -> dict[Place, Completion]:
+        return {Place(*entry["place"]): Completion(entry["text"], entry["tokens"], opened=entry.get("opened", ""))
+                for entry in entries(self.folder, "texts-*.jsonl")}
 
     def has(self, place: Place) -> bool:
         """True if the text exists, from this process or an earlier call."""
-        if self._texts is None:
-            self._read_texts()
-        assert self._texts is not None
         return place in self._texts
 
     def entry(self, place: Place) -> str:
@@ -204,23 +181,19 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
         """Add a line. facts, fps: not stored."""
         opened = {"opened": sample.opened} if sample.opened else {}
         append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens} | opened)
-        if self._texts is not None:
-            self._texts[place] = sample
+        self._texts[place] = sample
 
     def load(self, place: Place) -> Completion:
         """Return the text, of any process."""
         if not self.has(place):
-            self._read_texts()  # other processes have written since
-        assert self._texts is not None  # `has` reads them
+            del self._texts  # other processes have written since
         return self._texts[place]
 
     def batch(self, places: Sequence[Place]) -> list[Completion]:
         return [self.load(place) for place in places]
 
-    def _read_texts(self) -> None:
-        self._texts = {
-            Place(*entry["place"]): Completion(entry["text"], entry["tokens"], opened=entry.get("opened", ""))
-            for entry in entries(self.folder, "texts-*.jsonl")}
+
+AnyLedger: TypeAlias = Ledger | TextLedger
 
 
 @dataclass(frozen=True)
@@ -237,28 +210,8 @@ class Arm:
     rlg: float | None = None
 
 
-class BestOf(Protocol):
-    """Choice of one of several draws (`best_of.BestOf`); as_json: how, as evaluations record it."""
-
-    def over(self, hand: Hand) -> Hand:
-        """Return a generator whose samples are the best of several of another one's."""
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
-class Enhancer(Protocol):
-    """Rewriter of prompts' texts (`samplers.Enhancer`); as_json: how, as evaluations record it."""
-
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]: ...
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
 class Hand(Protocol):
-    """Generator of an evaluation's samples. fps: frames per second of clips; None for others."""
-
-    @property
-    def fps(self) -> float | None: ...
+    """Generator of an evaluation's samples."""
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[Any]:
         """Return a sample per place."""
@@ -280,7 +233,7 @@ class Medium:
 
     unit: str
     hand: Callable[[Plan, torch.device], Hand]
-    ledger: type[BaseLedger]
+    ledger: type[Ledger] | type[TextLedger]
     apart: Callable[[Any], Callable[[Any], float]]
     together: int
     modality: str | None
@@ -296,8 +249,9 @@ class Plan:
     arms: weight of the tuned model by arm: 0 for the base, 1, or an RLG weight.
     rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
     precision: None takes the run's, or the device's default.
-    best: how each sample is chosen among several draws; None: it is drawn once.
-    enhancer: rewrites the prompts that images are drawn from; rewards and pages read the user's.
+    best: `best_of.BestOf`, how each sample is chosen among several draws; None: it is drawn once.
+    enhancer: `samplers.Enhancer`, which rewrites the prompts that images are drawn from; rewards and pages read the
+        user's.
     """
 
     model: str
@@ -310,12 +264,12 @@ class Plan:
     seed: int
     medium: Medium
     precision: str | None = None
-    best: BestOf | None = None
-    enhancer: Enhancer | None = None
+    best: Any = None
+    enhancer: Any = None
 
     def drawer(self, device: torch.device) -> Hand:
         hand = self.medium.hand(self, device)
-        return hand if self.best is None else self.best.over(hand)
+        return hand if self.best is None else self.best.over(hand, self.fps)
 
     def arm(self, name: str) -> Arm:
         """Arm of that name. With RLG all arms but the base are blends of one loaded pair."""

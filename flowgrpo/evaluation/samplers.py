@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -156,22 +156,17 @@ class Together:
             return list(editing.draw(prompts, seeds, arguments, negative))
         if len(prompts) < 2 or self.works is False or any(prompt.brings for prompt in prompts):
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
+        images: list[torch.Tensor] = []
         try:
-            if self.works is None:
-                return self._try_batch(pipe, prompts, seeds, arguments, negative)
-            return list(_call_pipeline(pipe, prompts, seeds, arguments, negative))
+            images = list(_call_pipeline(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError as error:
             raise UserError(f"{len(prompts)} images in one call do not fit into the device's memory: give a --batch "
                             f"below {len(prompts)}") from error
-
-    def _try_batch(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
-                   negative: str) -> list[torch.Tensor]:
-        try:
-            images = list(_call_pipeline(pipe, prompts, seeds, arguments, negative))
-        except torch.OutOfMemoryError:
-            raise
         except prompt_inputs.REFUSALS:  # it takes one prompt; any other error is raised again by drawing singly
-            images = []
+            if self.works:
+                raise
+        if self.works:
+            return images
         # The second image: the first would match even if all rows had its noise or prompt.
         alone = draw_one(pipe, prompts[1], seeds[1], arguments, negative)
         self.works = bool(images) and images[1].shape == alone.shape and bool(
@@ -197,25 +192,13 @@ def _call_pipeline(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], a
     return frames.rgb(images, pipe).float().cpu()
 
 
-class Sampler(Protocol):
-    """Sampler of one model. together: samples per call by default."""
-
-    together: int
-
-    def load(self, arm: Arm) -> Any:
-        """Load the model with an arm's weights, unless they are in it, and return it."""
-
-    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Sequence[Any]:
-        """Return a sample per prompt and seed."""
-
-
 def tell(threads: Threads) -> None:
     """Let torch use as many threads as cores are free; say a change on stderr, which is no result."""
     if line := threads.look():
         tqdm.write(line, file=sys.stderr)
 
 
-def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
+def first_of_each(sampler: Pipelines | Texts, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]

@@ -106,9 +106,8 @@ def _mean(values: np.ndarray) -> float:
 def _of_prompts(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and number of scores of each prompt that has any."""
     scores = np.asarray(scores, dtype=np.float64)
-    there = ~np.isnan(scores)
-    scores, there = scores[there.any(1)], there[there.any(1)]
-    return np.where(there, scores, 0).sum(1) / there.sum(1), there.sum(1)
+    scores = scores[~np.isnan(scores).all(1)]
+    return np.nanmean(scores, 1), (~np.isnan(scores)).sum(1)
 
 
 def _share(values: np.ndarray) -> tuple[float, float, int]:
@@ -354,6 +353,12 @@ class Scores:
         return {arm: {name: {category: interval(values[rows], self.methods[name]).as_json()
                              for category, rows in self.categories.items()} for name, values in of_arm.items()}
                 for arm, of_arm in self.arms.items()}
+
+    def rows(self) -> dict[str, Rows]:
+        """Means of both arms and the `change` from the first to the second, by reward and category."""
+        means = self.means()
+        return {name: {category: {arm: of_arm[name][category] for arm, of_arm in means.items()} | {"change": moved}
+                       for category, moved in of_reward.items()} for name, of_reward in self.pairs().items()}
 
     def pairs(self, of: Callable[..., Interval] = change) -> dict[str, dict[str, Entry]]:
         """Statistic of the first arm and the second on the same prompts and seeds, by reward and category."""

@@ -103,7 +103,8 @@ def test_own_data_of_language_models(row, tmp_path):
     expected = Prompt("3 and 4?", metadata={next(iter({"solution"} & row.keys()), "answer"): "7"})
     assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == [expected]
     assert load_prompts(table(tmp_path / "p.parquet", [row])) == [expected]
-    assert of_records([row]) == [expected]
+    given = json.dumps(row)
+    assert of_records([row]) == [expected] and json.dumps(row) == given
 
 
 def test_images_in_a_table_are_left_out_with_a_line(tmp_path, capsys):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,26 @@ from flowgrpo.evaluation.pages.grid import Row, Summary, draw_grid
 from flowgrpo.evaluation.statistics import interval, method_of
 
 
+def scored_rows(functions: dict[str, Any], columns: Sequence[Sequence[Any]], prompts: Sequence[Prompt],
+                bases: Sequence[torch.Tensor | None], fps: float | None = None) -> tuple[list[Row], Summary | None]:
+    """Rows of columns that have a sample of each prompt, with their scores, and the columns' means. bases: the base's
+    images for each column, which rewards may compare with."""
+    scores = [captions(functions, column if isinstance(column[0], str) else torch.stack([*column]), prompts, base, fps)
+              for column, base in zip(columns, bases)]
+    drawn = [Row(prompt.text, [column[i] for column in columns],
+                 [dict(zip(functions, values[i].tolist())) for values in scores],
+                 sources.read_sources(prompt, frames_of(columns[0][i]))) for i, prompt in enumerate(prompts)]
+    return drawn, means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
+
+
 def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
-             base: torch.Tensor | Sequence[str] | None = None, fps: float | None = None) -> torch.Tensor:
+             base: torch.Tensor | None = None, fps: float | None = None) -> torch.Tensor:
     """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     columns = [torch.empty(len(texts), 0)]
-    images = cast("torch.Tensor | None", base)  # a reward that reads the base is one of images
     for name, function in functions.items():
         try:
-            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=images,
+            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=base,
                                             fps=fps)))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)

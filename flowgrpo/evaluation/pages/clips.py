@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from flowgrpo.errors import UserError
@@ -91,6 +92,15 @@ def as_image(image: torch.Tensor) -> Image.Image:
     """Convert an image [3, H, W] in [0, 1] to PIL, clamped."""
     pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
     return Image.fromarray(pixels.numpy())
+
+
+def save_png(path: Path, image: Image.Image, facts: Mapping[str, str] = {}) -> None:
+    """Write an image as PNG. facts: its text chunks."""
+    chunks = PngInfo()
+    for key, text in facts.items():
+        chunks.add_text(key, text)
+    with atomic.replacing(path) as file:
+        image.save(file, format="PNG", pnginfo=chunks)
 
 
 def seconds_of(frames: int, fps: float | None) -> float:

@@ -62,11 +62,9 @@ class Curve(NamedTuple):
 
 def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
     """Curve per reward. arms: the weight of each arm. results: of an evaluation, by arm, reward and category."""
-    def curve(reward: str) -> Curve:
-        entries = [results[arm][reward][ALL] for arm in arms]
-        return Curve(list(arms.values()), *([entry[key] for entry in entries] for key in ("mean", "low", "high")))
-
-    return {reward: curve(reward) for reward in next(iter(results.values()))}
+    return {reward: Curve([*arms.values()], *([results[arm][reward][ALL][key] for arm in arms]
+                                              for key in ("mean", "low", "high")))
+            for reward in next(iter(results.values()))}
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:

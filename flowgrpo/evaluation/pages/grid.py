@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 
-from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
-from flowgrpo.evaluation.pages.sources import Source
+from flowgrpo.evaluation.pages.clips import animate, as_image, moving, save_png, seconds_of, still
+from flowgrpo.evaluation.pages.sources import Source, within
 from flowgrpo.evaluation.statistics import bounds, decimals, format_value
 from flowgrpo.nouns import quantity
-from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -161,11 +159,7 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
-    chunks = PngInfo()
-    for key, text in (facts or {}).items():
-        chunks.add_text(key, text)
-    with atomic.replacing(path) as file:
-        _render(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
+    save_png(path, _render(columns, rows, summary), facts or {})
     if moments := moving([image for row in rows for image in row.images]):
         assert not any(isinstance(image, str) for row in rows for image in row.images), "no texts beside clips"
         stills = ([replace(row, images=[still(cast("torch.Tensor", image), at) for image in row.images], sources=[
@@ -221,10 +215,7 @@ def _image(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST
     if side < smallest:
         factor = math.ceil(smallest / side)
         return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    if side > largest:
-        width, height = (max(1, round(length * largest / side)) for length in picture.size)
-        return picture.resize((width, height), Image.Resampling.LANCZOS)
-    return picture
+    return within(picture, largest)
 
 
 def _strip(clip: torch.Tensor) -> Image.Image:

@@ -40,7 +40,7 @@ def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
 
     found: list[Source] = []
     for key, images in _read(prompt, frames):
-        tensors = [to_tensor(_within(image, SHOWN).convert("RGB")) for image in images]
+        tensors = [to_tensor(within(image, SHOWN).convert("RGB")) for image in images]
         found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
     # Numbers behind names that several have.
     count, seen = Counter(source.name for source in found), Counter[str]()
@@ -67,7 +67,7 @@ def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> 
             name = f"{key}-{seen[key]}" if seen[key] else key
             seen[key] += 1
             file = folder / f"{number:03d}-{name}.{'webp' if key == 'video' else 'png'}"
-            first, *rest = [_within(image, KEPT) for image in images]
+            first, *rest = [within(image, KEPT) for image in images]
             with atomic.replacing(file) as place:
                 if key == "video":
                     first.save(place, format="WEBP", save_all=True, append_images=rest, lossless=True, loop=0)
@@ -92,7 +92,8 @@ def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.
             continue
 
 
-def _within(image: Image.Image, side: int) -> Image.Image:
+def within(image: Image.Image, side: int) -> Image.Image:
+    """Image scaled down to a longer side of at most so many pixels."""
     factor = side / max(image.size)
     if factor >= 1:
         return image

@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import re
+from collections import defaultdict
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,35 +74,32 @@ def embed(content: dict[str, Any]) -> str:
 def data(run: Path) -> dict[str, Any]:
     """All data of a report. Raises UserError for a folder that is not a run, and for a damaged file."""
     with require_format(run := run_of(run)):
-        return _data(run)
-
-
-def _data(run: Path) -> dict[str, Any]:
-    config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
-    last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
-    finished = bool(stages) and stages[-1]["name"] == "after"
-    path, pair = parted(stages)
-    reward_changes, summary = changes(config, pair), _read(run / "summary.json") if finished else {}
-    ranges = _read(run / snapshots.FOLDER / "ranges.json")
-    drawn = charts(config, lines, path, ranges)
-    zeros = [chart["title"] for chart in drawn if chart["kind"] != "reward" and not any(
-        any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
-        for series in chart["series"])]  # diagnostics that are 0 in every epoch are named alone
-    nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
-    return {"title": config.name, "finished": finished,
-            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
-                                   summary.get("structure"), pair[0] if pair else None,
-                                   shares(pair)[-1][1] if len(stages) > 1 else None,
-                                   summary.get("reward_failures", {}).get("errors", {}), ranges,
-                                   len(path) < len(stages)),
-            "sample": nouns.sample,
-            "changes": [each.as_json() for each in reward_changes if each.count and lines],
-            "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
-            "siblings": siblings(run), "digits": digits(stages, last),
-            "metrics": columns(lines), "charts": [chart for chart in drawn if chart["title"] not in zeros],
-            "zeros": zeros, "stages": thin(stages),
-            "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
-            "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
+        config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
+        last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
+        finished = bool(stages) and stages[-1]["name"] == "after"
+        path, pair = parted(stages)
+        reward_changes, summary = changes(config, pair), _read(run / "summary.json") if finished else {}
+        ranges = _read(run / snapshots.FOLDER / "ranges.json")
+        drawn = charts(config, lines, path, ranges)
+        zeros = [chart["title"] for chart in drawn if chart["kind"] != "reward" and not any(
+            any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
+            for series in chart["series"])]  # diagnostics that are 0 in every epoch are named alone
+        nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
+        return {"title": config.name, "finished": finished,
+                "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
+                                       summary.get("structure"), pair[0] if pair else None,
+                                       shares(pair)[-1][1] if len(stages) > 1 else None,
+                                       summary.get("reward_failures", {}).get("errors", {}), ranges,
+                                       len(path) < len(stages)),
+                "sample": nouns.sample,
+                "changes": [each.as_json() for each in reward_changes if each.count and lines],
+                "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
+                "siblings": siblings(run), "digits": digits(stages, last),
+                "metrics": columns(lines), "charts": [chart for chart in drawn if chart["title"] not in zeros],
+                "zeros": zeros, "stages": thin(stages),
+                "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
+                "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"),
+                "config": config.yaml()}
 
 
 def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[str, Any]:
@@ -283,11 +281,11 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
 
 def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of all epochs so far per phase, the longest first."""
-    total: dict[str, float] = {}
+    total: dict[str, float] = defaultdict(float)
     for line in lines:
         for key, value in line.items():
             if key.startswith("seconds/"):
-                total[key.removeprefix("seconds/")] = total.get(key.removeprefix("seconds/"), 0.0) + value
+                total[key.removeprefix("seconds/")] += value
     return {phase: round(value, 2) for phase, value in sorted(total.items(), key=lambda pair: -pair[1])}
 
 
@@ -297,40 +295,36 @@ def server(run: Path, port: int) -> ThreadingHTTPServer:
     port: 0 takes a free one.
     Raises UserError if the port is taken, or the folder is not a run.
     """
-    return loopback.listen(type("Handler", (Handler,), {"live": Live(run_of(run))}), port)
+    run = run_of(run)
+    first = {"run": run, "last": json.dumps(data(run), allow_nan=False)}
+    return loopback.listen(type("Handler", (Handler,), first), port)
 
 
-class Live:
-    """Report of a run that may change, be damaged or be deleted. Raises UserError if the folder is not a run."""
+class Handler(loopback.Handler):
+    """Request handler for one run, which may change, be damaged or be deleted. last: JSON of its data when they could
+    be made."""
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self._text = json.dumps(data(run), allow_nan=False)
+    run: Path
+    last: str
 
     def content(self) -> dict[str, Any]:
         """The report's data; where it cannot be made, that of the last time, with the fault under `notice`."""
         notice = None
         try:
-            self._text = json.dumps(data(self.run), allow_nan=False)
+            type(self).last = json.dumps(data(self.run), allow_nan=False)
         except Exception as error:  # of half-written, damaged and deleted files
             notice = f"Not up to date: {' '.join(str(error).split())[:300] or type(error).__name__}"
-        return json.loads(self._text) | {"notice": notice}
-
-
-class Handler(loopback.Handler):
-    """Request handler for one run."""
-
-    live: Live
+        return json.loads(self.last) | {"notice": notice}
 
     def get(self) -> None:
         if self.path not in ("/", "/data.json"):
             raise loopback.Refused(404, "no such page")
-        version = f'"{source_mark(self.live.run)}"'
+        version = f'"{source_mark(self.run)}"'
         if self.headers.get("If-None-Match") == version:
             self.send_response(304)
             self.end_headers()
             return
-        content = self.live.content() | {"version": version}
+        content = self.content() | {"version": version}
         if self.path == "/":
             self.send(page(content, live=True).encode(), "text/html; charset=utf-8")
         else:

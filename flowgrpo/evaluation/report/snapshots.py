@@ -31,7 +31,7 @@ from flowgrpo import domains
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
-from flowgrpo.evaluation.pages.sources import Source, read_sources
+from flowgrpo.evaluation.pages.sources import Source, read_sources, within
 from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
@@ -117,15 +117,13 @@ class Extremes:
 def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
     """Keep the sample if it is among the most extreme, replacing a lesser one of the same prompt."""
     total, prompt, scores, output = sample
-    same = [other for other in kept if _identity(other[1]) == _identity(prompt)]
-    if any(sign * other[0] >= sign * total for other in same):
-        return
-    if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
+    same = (i for i, other in enumerate(kept) if _identity(other[1]) == _identity(prompt))
+    place = next(same, EXTREMES - 1)  # of the one that it would replace, if there is one
+    if any(sign * other[0] >= sign * total for other in kept[place:place + 1]):
         return
     copied = output if isinstance(output, str) else output.to("cpu", copy=True)  # a view would keep its whole batch
-    others = [other for other in kept if _identity(other[1]) != _identity(prompt)]
-    kept[:] = sorted([*others, (total, prompt, scores, copied)],
-                     key=lambda other: -sign * other[0])[:EXTREMES]
+    kept[place:place + 1] = [(total, prompt, scores, copied)]
+    kept.sort(key=lambda other: -sign * other[0])
 
 
 def _identity(prompt: Prompt) -> tuple[str, Any]:
@@ -161,11 +159,7 @@ def data_url(output: torch.Tensor, fps: float | None = None) -> str:
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
-    factor = SIDE / max(frames[0].size)
-    if factor >= 1:
-        return frames
-    width, height = (max(1, round(length * factor)) for length in frames[0].size)
-    return [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
+    return [within(frame, SIDE) for frame in frames]
 
 
 def content(card: dict[str, Any]) -> Image.Image | Video | str:

@@ -174,7 +174,7 @@ class Change:
     now: Interval
     change: Interval
     count: int
-    way: int
+    way: int = 0
     beside: int = 1
 
     @property
@@ -221,18 +221,15 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
         method, lacks = method_of(old, new), np.isnan(old) | np.isnan(new)
         before, after = (interval(np.where(lacks, math.nan, scores), method) for scores in (old, new))
         moved = change(old, new, method)
-        found.append(Change(name, wanted.get(name), before, after, moved, int((~lacks).sum()),
-                            directions({name: moved})[name] * _sign(wanted.get(name))))
-    kinds = [[each for each in found if (each.weight is None) == watched and each.count]
-             for watched in (False, True)]
-    ways = {name: (way, sum(not each.few for each in kind)) for kind in kinds
-            for name, way in directions({each.name: each.change for each in kind}).items()}
-    return [each if each.name not in ways else
-            replace(each, way=ways[each.name][0] * _sign(each.weight), beside=ways[each.name][1]) for each in found]
-
-
-def _sign(weight: float | None) -> int:
-    return -1 if (weight or 0.0) < 0 else 1
+        found.append(Change(name, wanted.get(name), before, after, moved, int((~lacks).sum())))
+    judged = {}
+    for watched in (False, True):
+        kind = {each.name: each for each in found if (each.weight is None) == watched and each.count}
+        beside = sum(not each.few for each in kind.values())
+        for name, way in directions({name: each.change for name, each in kind.items()}).items():
+            sought = -1 if (wanted.get(name) or 0.0) < 0 else 1
+            judged[name] = replace(kind[name], way=way * sought, beside=beside)
+    return [judged.get(each.name, each) for each in found]
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
