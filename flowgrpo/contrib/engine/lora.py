@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,12 +22,9 @@ MISSING = "missing "  # in the words of a server whose modules have other names,
 
 def sha256(tensor: Tensor) -> str:
     """The SHA-256 of a tensor as the engine computes it: of its dtype, its shape and its bytes."""
-    import torch
-
     tensor = tensor.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    head = f"{tensor.dtype}{tuple(tensor.shape)!r}".encode()
+    return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def hashes(file: Path) -> dict[str, str]:
