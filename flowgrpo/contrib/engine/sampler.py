@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -122,44 +123,14 @@ def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequenc
     Its log-probabilities are the engine's; it has no seeds, since the engine's noise is not the pipeline's.
     Raises EngineError for sigmas or states that are not those of the pipeline.
     """
-    for sample in samples:
-        require_grid(sample.sigmas, spec.grid)
-    require_shape(policy, conditioning, samples, spec)
-    trained, device = spec.schedule.trained, policy.states
-    kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
-    # A tensor per state, which two steps share.
-    places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
-    states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
-              for place, step in enumerate(places)}
-    rows, logp = torch.arange(len(samples)), torch.stack([sample.logp for sample in samples])
-    transitions = tuple(Transitions(step, states[step], prompts, rows, states[step + 1],
-                                    _score(samples, logp[:, step:step + 1].to(policy.device), step, spec, device))
-                        for step in trained)
-    return Part(groups, prompts, spec, transitions, (states[spec.steps].to(policy.device),))
-
-
-def _score(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
-    """Engine's score [b,1] of a step, with its means where the loss reads them."""
-    mean = std = None
-    if spec.keep_means:
-        mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
-        std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
-    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean, std)
-
-
-def require_grid(sigmas: Tensor, grid: Tensor) -> None:
-    """Raise EngineError for an engine's sigmas [T+1] that are not those of the pipeline."""
-    apart = (sigmas.double() - grid.double()).abs() if sigmas.shape == grid.shape else torch.tensor([math.inf])
-    if not apart.max() <= SAME:
-        at = int(apart.argmax())
-        raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} at "
-                          f"step {at}, expected {grid[at]:.6g}: compare the scheduler's shift (--flow-shift of the "
-                          "server) and the size of the image")
-
-
-def require_shape(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequence[Sample], spec: RolloutSpec
-                  ) -> None:
-    """Raise EngineError for a sample whose states [K,*D] have another shape than the pipeline's."""
+    for sigmas in (sample.sigmas for sample in samples):
+        apart = (sigmas.double() - spec.grid.double()).abs() if sigmas.shape == spec.grid.shape else \
+            torch.tensor([math.inf])
+        if not apart.max() <= SAME:
+            at = int(apart.argmax())
+            raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} "
+                              f"at step {at}, expected {spec.grid[at]:.6g}: compare the scheduler's shift "
+                              "(--flow-shift of the server) and the size of the image")
     before, generators = policy.evaluations, policy.generators([0])
     own, _ = policy.run(spec.task(0, 0, generators), conditioning.rows(torch.tensor([0])), None, generators)
     policy.evaluations = before
@@ -167,6 +138,22 @@ def require_shape(policy: PipelinePolicy, conditioning: Conditioning, samples: S
         raise EngineError("answer", f"the engine's states have the shape {list(odd[0])}, the pipeline's "
                           f"{list(own.shape[1:])}: give both one size (image.height, image.width), and the engine "
                           "no other layout of latents")
+    trained, device = spec.schedule.trained, policy.states
+    kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
+    # A tensor per state, which two steps share.
+    places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
+    states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
+              for place, step in enumerate(places)}
+    rows, logp = torch.arange(len(samples)), torch.stack([sample.logp for sample in samples]).to(policy.device)
+    transitions = []
+    for step in trained:
+        scored = Scored(logp[:, step:step + 1], torch.ones(len(samples), 1, dtype=torch.bool, device=policy.device))
+        if spec.keep_means:  # the loss reads them
+            mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
+            std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
+            scored = replace(scored, mean=mean, std=std)
+        transitions.append(Transitions(step, states[step], prompts, rows, states[step + 1], scored))
+    return Part(groups, prompts, spec, tuple(transitions), (states[spec.steps].to(policy.device),))
 
 
 class EngineRollouts(Extension):

@@ -38,8 +38,6 @@ SHARE = 0.1  # of the clip range that a first log-ratio may take (`training.firs
 @dataclass(frozen=True)
 class Asked:
     """Samples of a comparison: `count` of each prompt, in `steps` steps with noise of a kind ("sde", "cps") and level.
-
-    batches: samples of a request, by row.
     """
 
     prompts: tuple[str, ...]
@@ -49,10 +47,6 @@ class Asked:
     kind: str = "sde"
     level: float = 0.7
     seed: int = 0
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (1, self.count) if self.count > 1 else (1,)
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, 
             sender.sync(policy.pipe, list(policy.weights.modules))
         elif sender is not None:
             engine.unset_lora()
-        for batch in asked.batches:
+        for batch in sorted({1, asked.count}):
             asks = requests(policy, conditioning, places, seeds, spec, batch, means=True)
             found[lora, batch] = sample_requests(engine, asks)
     return found
