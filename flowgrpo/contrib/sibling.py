@@ -187,7 +187,7 @@ class OnSibling(Extension):
         self.on_stepped()
         self.rollouts: Any = None
         if self.worn and self.settings.sibling == "replay":
-            with self._replaying(self.worn):
+            with self._replaying():
                 self.rollouts = self._few_steps(trainer.rollouts)
         self.functions: Mapping[str, Any] = {}
         self.base: Measured | None = None
@@ -300,7 +300,7 @@ class OnSibling(Extension):
         for name in ("decodes", "old_policy", *counters):
             setattr(self.rollouts, name, getattr(own, name))
         try:
-            with self._replaying(self.worn):
+            with self._replaying():
                 trainer.rollouts = self.rollouts
                 yield
         finally:
@@ -309,11 +309,11 @@ class OnSibling(Extension):
             trainer.rollouts = own
 
     @contextlib.contextmanager
-    def _replaying(self, worn: Worn) -> Iterator[None]:
+    def _replaying(self) -> Iterator[None]:
         """Context manager: the policy is the sibling, at its guidance."""
         guidance, self.policy.guidance = self.policy.guidance, self.sibling.guidance
         try:
-            with worn.on():
+            with unwrap(self.worn).on():
                 yield
         finally:
             self.policy.guidance = guidance

@@ -34,6 +34,7 @@ from flowgrpo.nouns import quantity
 from flowgrpo.rewards.remote.exchange import announce, as_json
 
 DEPTH = 64  # of containers within each other
+VALUES = 2**20  # of a message: each takes some hundred bytes in memory
 CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
 # By the first byte: the kind of a value, and the form of the number, or of the size, that follows.
 KINDS = {first: (kind, f">{form}") for kind, least, forms in (
@@ -41,10 +42,10 @@ KINDS = {first: (kind, f">{form}") for kind, least, forms in (
     ("map", 0xde, "HI")) for first, form in enumerate(forms, least)}
 
 
-def unpack(content: bytes, most: int = 2**20) -> Any:
+def unpack(content: bytes) -> Any:
     """Value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for more than
-    `most` values."""
-    at, left = 0, most
+    VALUES values."""
+    at, left = 0, VALUES
 
     def take(size: int) -> bytes:
         nonlocal at
@@ -95,7 +96,6 @@ def unpack(content: bytes, most: int = 2**20) -> Any:
 
 LARGEST = 2**34  # bytes of an answer's tensors
 SMALL = 2**24  # bytes of an answer without tensors
-VALUES = 2**20  # values of an answer in MessagePack: each takes some hundred bytes in memory
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of an answer's tensors
 BLOCK = 2**20  # bytes of an answer between two looks at the time
 ROLLOUT = "/rollout/generate"
@@ -295,7 +295,7 @@ class Engine:
             raise EngineError("answer", f"{self.url}{path} answered {_kind(answer)}, expected an object")
         return answer
 
-    def _request(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
+    def _request(self, method: str, path: str, body: Any, refusals: tuple[int, ...] = ()) -> Any:
         asked = 0
         while True:
             try:
@@ -342,7 +342,7 @@ class Engine:
         try:  # of a hostile server too: values are counted before they take memory
             if not packed and content.count(b",") > VALUES:
                 raise ValueError("it has too many values")
-            return unpack(content, VALUES) if packed else json.loads(content)
+            return unpack(content) if packed else json.loads(content)
         except (ValueError, RecursionError) as error:
             form = "MessagePack" if packed else "JSON"
             raise EngineError("answer", f"{self.url}{path}: its answer is no {form}: {error}") from None
@@ -366,7 +366,6 @@ class Engine:
 
 
 def _error_reason(content: bytes) -> str:
-    """Reason in an error's answer, behind a colon."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -88,10 +89,6 @@ def require(needs: Iterator[str]) -> None:
 
 TOGETHER = 8  # requests that wait for the engine at the same time
 SAME = 1e-5  # difference of two sigmas that are the same, in float32
-
-
-def sample_requests(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
-    return [sample for samples in mapped(engine.rollout, asked) for sample in samples]
 
 
 def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequence[int], seeds: Sequence[Sequence[int]],
@@ -210,7 +207,7 @@ class EngineRollouts(Extension):
                     leaves = [[seed(int(p), number * group + leaf) for leaf in range(group)] for p in prompts]
                     asked = requests(policy, conditioning, prompts.tolist(), leaves, spec,
                                      rollouts.geometry.micro_batch)
-                    samples = sample_requests(self.engine, asked, threads.map)
+                    samples = [*chain.from_iterable(threads.map(self.engine.rollout, asked))]
                     policy.evaluations += len(samples) * spec.steps
                     groups = range(first, first := first + len(prompts))
                     yield part_of(policy, conditioning, samples, groups, prompts.repeat_interleave(group), spec)

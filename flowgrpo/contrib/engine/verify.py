@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from flowgrpo.contrib.engine import faults
 from flowgrpo.contrib.engine.client import Engine, EngineError, Sample
 from flowgrpo.contrib.engine.lora import LoraSender
-from flowgrpo.contrib.engine.sampler import part_of, requests, sample_requests
+from flowgrpo.contrib.engine.sampler import part_of, requests
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.ratios import Guard, PlainRatio, SquaredErrorRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -120,7 +121,7 @@ def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, 
             engine.unset_lora()
         for batch in sorted({1, asked.count}):
             asks = requests(policy, conditioning, places, seeds, spec, batch, means=True)
-            found[lora, batch] = sample_requests(engine, asks)
+            found[lora, batch] = [*chain.from_iterable(map(engine.rollout, asks))]
     return found
 
 

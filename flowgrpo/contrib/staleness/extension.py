@@ -250,8 +250,9 @@ class Staleness(Extension):
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])
         weight, above, count = self.run.processes.gather(sums[None]).sum(0).tolist()
-        metrics = {"staleness/epochs": current.epoch - current.at, "staleness/weight": weight / count if count else 1.0,
-                   "staleness/above": above / max(count, 1)}
+        metrics: Metrics = {"staleness/epochs": current.epoch - current.at,
+                            "staleness/weight": weight / count if count else 1.0,
+                            "staleness/above": above / max(count, 1)}
         if self.pool is not None:
             before, every = current.older
             metrics |= {"partial/older": before / every, "partial/groups": len(self.pool.groups)}

@@ -106,11 +106,6 @@ class Version:
     memory: dict[str, Any]
     weights: Tensor
 
-    @classmethod
-    def of(cls, run: Run, epoch: int) -> Version:
-        weights = [values.float().flatten() for values in run.policy.weights.snapshot().values()]
-        return cls(epoch, run.optimization.update, copy.deepcopy(run.memory), torch.cat(weights))
-
     @torch.no_grad()
     def enter(self, run: Run) -> None:
         """Make the run one that has trained so far."""
@@ -152,8 +147,10 @@ class RolloutRanks:
 
     def publish(self, epoch: int) -> None:
         """Send the weights after so many epochs."""
-        if self.run.processes.first:
-            version = Version.of(self.run, epoch)
+        run = self.run
+        if run.processes.first:
+            weights = torch.cat([values.float().flatten() for values in run.policy.weights.snapshot().values()])
+            version = Version(epoch, run.optimization.update, copy.deepcopy(run.memory), weights)
             self.kept = [each for each in self.kept if epoch - self.bound <= each.epoch < epoch] + [version]
             self._send(version)
 

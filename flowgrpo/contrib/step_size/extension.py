@@ -127,7 +127,8 @@ class Calibration:
             return measure(self.reach * factor) / self.reach
 
         known = None if self.floor is None else read(1.0)
-        if known is not None and known <= SPIKE * max(target, 2 * unwrap(self.floor) / self.reach):
+        if known is not None and math.isfinite(known) and \
+                known <= SPIKE * max(target, 2 * unwrap(self.floor) / self.reach):
             factor, signal, scaled = 1.0, known, False
         else:
             factor, signal, scaled = *step_factor(read, target, most, known), True
