@@ -85,14 +85,13 @@ class Extrapolation(Extension):
         if len(self.path) <= self.every:
             return {"extrapolation": 0.0}
         self.held, self.before = self.path[-1], self.reward
-        weights.load({key: self._extrapolate(key) for key in self.held})
+        jumped = {}
+        for key, value in self.held.items():
+            c, u = rank_one(torch.stack([snapshot[key] for snapshot in self.path]).flatten(1))
+            jumped[key] = value + (growth(c.cpu(), self.horizon) * u).view(value.shape).to(value)
+        weights.load(jumped)
         self.path = []
         return {"extrapolation": 1.0}
-
-    def _extrapolate(self, key: str) -> Tensor:
-        values = torch.stack([snapshot[key] for snapshot in self.path])
-        c, u = rank_one(values.flatten(1))
-        return values[-1] + (growth(c.cpu(), self.horizon) * u).view(values.shape[1:]).to(values)
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         tensors = {f"{place}/{key}": value for place, snapshot in enumerate(self.path)

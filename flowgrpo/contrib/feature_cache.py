@@ -209,7 +209,6 @@ class RolloutCache(Extension):
             yield
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Share of the blocks' calls that ran, of all processes."""
         calls, computed = self.trainer.processes.total([self.cache.calls, self.cache.computed])
         self.cache.calls = self.cache.computed = 0
         return {"rollout/computed": computed / calls} if calls else {}

@@ -138,7 +138,6 @@ class KeepFrontier(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        """Raise UserError for a run that does not measure what the rule reads."""
         config, measured, asked = setup.config, setup.measured, cls.enabled_by(setup)
         for name in _nonzero(config.rewards):
             if name not in measured:
@@ -153,10 +152,9 @@ class KeepFrontier(Extension):
                             "that chooses")
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
-        """Begin with the base's scores, unless a resumed run has."""
         self.eval_only = _eval_only(functions, self.run.config.rewards)
         base = self._scores(measured)
-        if repr(base) != repr(self.rule.base):
+        if repr(base) != repr(self.rule.base):  # else a resumed run goes on
             if self.run.progress.best.weights:
                 self.run.progress.best.forget()
             self._begin(base)
@@ -195,7 +193,6 @@ class KeepFrontier(Extension):
         return {}, kept | {"value": self.rule.value, "beyond": [*self.beyond.items()]}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; without any, begin anew at `on_base`."""
         for key in SCORES:
             setattr(self.rule, key, {name: [math.nan if value is None else value for value in scores]
                                      for name, scores in values.get(key, {}).items()})

@@ -14,11 +14,10 @@ from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.state import record_of, tensors_of
+from flowgrpo.training.state import record_of, tensors_of, within
 
 
 @part("replay")
@@ -48,8 +47,6 @@ class GroupReplay:
 
     def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
         """Probabilities of groups by their mean |advantages| and mean log-probabilities."""
-        if not len(sizes):
-            return np.empty(0)
         scores = self.alpha * np.log(np.array(sizes)) + self.certain * np.array(logps)
         odds = np.exp(scores - scores.max())
         return odds / odds.sum()
@@ -100,7 +97,6 @@ class ReplayedGroups(Extension):
         self.groups: list[Recorded] = []
         self.fresh: list[Recorded] = []
         self.ages: list[int] = []
-        self.replayed: list[Prompt] = []
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
@@ -120,68 +116,54 @@ class ReplayedGroups(Extension):
             "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
 
     def on_credited(self, epoch: Epoch) -> None:
-        epoch.parts, epoch.conditioning = self.replace_groups(
-            epoch.parts, epoch.conditioning, [prompt.learned for prompt in epoch.own], self.trainer.epoch,
-            epoch.weights)
-        epoch.own = [*epoch.own, *self.replayed]
-
-    def on_trained(self, epoch: Epoch) -> Metrics:
-        return self.keep(self.trainer.epoch)
-
-    def replace_groups(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
-                       weights: dict[int, float]) -> tuple[list[Part], Encoded]:
-        """Parts of an epoch with recorded groups in place of those without advantages, and the conditioning of all
-        their prompts.
-
-        A recorded group is drawn of those of earlier epochs.
-        prompts: of this process's groups. weights: of the epoch's steps.
-        """
-        known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
-        single = {place: alone for part in parts for place in part.groups
+        """Put groups of earlier epochs in place of those without advantages, and record the others."""
+        now, prompts = self.trainer.epoch, [prompt.learned for prompt in epoch.own]
+        known = [group for group in self.groups if 0 < now - group.epoch <= self.part.age]
+        single = {place: alone for part in epoch.parts for place in part.groups
                   if (alone := select_group(part, place)) is not None}
         silent = [place for place, alone in single.items() if not size_of(alone)]
         taken = [known[place] for place in self.part.choose(
             [group.size for group in known], [group.logp for group in known],
-            len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
+            len(silent) + round(self.part.more * len(single)), [self.seed, now, self.processes.rank, SALT])]
         dropped = {*silent[:len(taken)]}
         fresh = {place: alone for place, alone in single.items() if place not in {*silent}}
-        now = {place: priority(alone.advantages[0].cpu(), alone.transitions[0].old.mask.sum(1).cpu())
-               for place, alone in fresh.items()} if self.part.recompose else {}
+        first = {place: priority(alone.advantages[0].cpu(), alone.transitions[0].old.mask.sum(1).cpu())
+                 for place, alone in fresh.items()} if self.part.recompose else {}
         self.fresh = []
         for place, alone in fresh.items():
             waits: Part | None = alone
-            if now:  # left out ones count where the others of the group are trained
+            if first:  # left out ones count where the others of the group are trained
                 waits = replace(alone, left_out=()).with_advantages(
-                    alone.advantages, [~now[place] for _ in alone.transitions], alone.rewards)
+                    alone.advantages, [~first[place] for _ in alone.transitions], alone.rewards)
             if waits is not None and size_of(waits):
-                self.fresh.append(record(waits, prompts[place], epoch, weights))
-        left = [self._drop_groups(part, dropped, now) for part in parts]
-        self.ages = [epoch - group.epoch for group in taken]
-        self.replayed = [group.prompt for group in taken]
+                self.fresh.append(record(waits, prompts[place], now, epoch.weights))
+        self.ages = [now - group.epoch for group in taken]
+        left = [self._drop_groups(part, dropped, first) for part in epoch.parts]
+        epoch.parts = [part for part in left if part is not None] + [
+            reindex(group.part, len(prompts) + number) for number, group in enumerate(taken)]
         if taken:
-            conditioning = self.trainer.rollouts.conditioning([*prompts, *self.replayed], epoch)
-        return [part for part in left if part is not None] + [
-            reindex(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
+            replayed = [group.prompt for group in taken]
+            epoch.conditioning = self.trainer.rollouts.conditioning([*prompts, *replayed], now)
+            epoch.own = [*epoch.own, *replayed]
 
     @staticmethod
-    def _drop_groups(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
-        """Part without the dropped groups; None if nothing is left. now: the kept samples of groups, bool."""
-        if not now and not dropped & {*part.groups}:
+    def _drop_groups(part: Part, dropped: set[int], first: dict[int, Tensor]) -> Part | None:
+        """Part without the dropped groups; None if nothing is left. first: the kept samples of groups, bool."""
+        if not first and not dropped & {*part.groups}:
             return part
         masks = []
         for taken in part.transitions:
             of = taken.prompts[taken.parent].cpu()
             keep = ~torch.isin(of, torch.tensor([*dropped], dtype=torch.int64))
-            for place in {*part.groups} & now.keys():
-                keep[of == place] = now[place]
+            for place in {*part.groups} & first.keys():
+                keep[of == place] = first[place]
             masks.append(keep)
         part = replace(part, left_out=tuple(place for place in part.left_out if place not in dropped))
         return part.with_advantages(part.advantages, masks, part.rewards)
 
-    def keep(self, epoch: int) -> dict[str, float]:
-        """Store the groups of an epoch that is trained; return its metrics over all processes."""
+    def on_trained(self, epoch: Epoch) -> Metrics:
         self.groups = [group for group in [*self.groups, *self.fresh]
-                       if epoch + 1 - group.epoch <= self.part.age][-self.part.size:]
+                       if self.trainer.epoch + 1 - group.epoch <= self.part.age][-self.part.size:]
         self.fresh = []
         count, ages = self.processes.total([len(self.ages), sum(self.ages)])
         return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
@@ -190,12 +172,11 @@ class ReplayedGroups(Extension):
         tensors: dict[str, Tensor] = {}
         listed = []
         for number, group in enumerate(self.groups):
-            kinds = []
             for k, taken in enumerate(group.part.transitions):
                 tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in tensors_of(taken).items()}
                 tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
                 tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
-                kinds.append([type(taken).__name__, taken.step])
+            kinds = [[type(taken).__name__, taken.step] for taken in group.part.transitions]
             guided = {"guided": asdict(group.prompt.guided)} if group.prompt.guided else {}
             listed.append(guided | {"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
                            "logp": group.logp, "steps": kinds, "left_out": len(group.part.left_out),
@@ -208,7 +189,7 @@ class ReplayedGroups(Extension):
             transitions, advantages, totals = [], [], []
             for k, (kind, step) in enumerate(entry["steps"]):
                 prefix = f"{number}.{k}."
-                given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                given = within(tensors, prefix)
                 advantages.append(given.pop("advantage"))
                 totals.append(given.pop("reward"))
                 transitions.append(record_of(kind, step, given))

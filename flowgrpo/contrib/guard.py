@@ -99,7 +99,7 @@ def reward_of(config: Config) -> str:
 
 def limits(settings: GuardKeys) -> dict[str, float]:
     """Limits of looks that are set, by name."""
-    return {name: value for name in (EDGES, APART) if (value := getattr(settings, name)) is not None}
+    return settings.model_dump(include={EDGES, APART}, exclude_none=True)
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,9 @@ class Guard(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.settings, self.epochs, self.run = GuardKeys.read(trainer.config), trainer.config.train.epochs, trainer
-        self.good: Good | None = None
         self.before: Good | None = None
-        self.recent: deque[list[float]] = deque(maxlen=self.settings.window)
-        self.window: list[float] = []
-        self.since = 0
-        self.held_out: list[float] = []
-        self.how = ""
-        self.signals: dict[str, deque[float]] = {key: deque(maxlen=self.settings.window) for key in SIGNALS}
-        self.returns: list[str] = []
         self.base = Looks()
+        self.load_state({}, {})
 
     @classmethod
     def best_by(cls, config: Config) -> str | None:
@@ -186,14 +179,14 @@ class Guard(Extension):
     @classmethod
     def requirements(cls, setup: Setup) -> frozenset[str]:
         """Needs of the rule: a window compares the rewards of the weights that an epoch begins with; looks do not."""
-        return cls.needs | ({capabilities.PRESENT_WEIGHTS} if GuardKeys.read(setup.config).window else frozenset())
+        return cls.needs | ({capabilities.PRESENT_WEIGHTS} if GuardKeys.read(setup.config).window else set())
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        return {"phases, whose prompts and rewards change": bool(PhaseKeys.read(setup.config).phases),
-                "train.extrapolate, which moves the weights too": ExtrapolationKeys.read(setup.config).extrapolate > 0,
-                f"{_unsteady(setup.config, setup.method)} without eval.every":
-                    bool(_unsteady(setup.config, setup.method)) and not setup.config.eval.every}
+        config, unsteady = setup.config, _unsteady(setup.config, setup.method)
+        return {"phases, whose prompts and rewards change": bool(PhaseKeys.read(config).phases),
+                "train.extrapolate, which moves the weights too": ExtrapolationKeys.read(config).extrapolate > 0,
+                f"{unsteady} without eval.every": bool(unsteady) and not config.eval.every}
 
     @classmethod
     def require(cls, setup: Setup) -> None:
@@ -273,7 +266,8 @@ class Guard(Extension):
     def _compare(self, measured: Measured) -> None:
         """Keep weights that are the best on held-out prompts, or go back if these fell."""
         name, settings = reward_of(self.run.config), self.run.config.eval
-        how = fingerprint(settings, measured)
+        how = hashlib.sha256(repr((settings.model_dump_json(exclude={"every", "best", "stop", "weights", "grid"}),
+                                   [prompt.text for prompt in measured.prompts])).encode()).hexdigest()
         if how != self.how:  # a resumed run may measure in another way
             self.how, self.held_out = how, []
         now = prompt_means(measured.scores[name], settings.samples)
@@ -327,15 +321,12 @@ class Guard(Extension):
             "signals": {key: [*values] for key, values in self.signals.items()}, "scale": self.run.optimization.scale}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; without any, begin with the present weights."""
         self.good = Good(values["good"], dict(tensors)) if "good" in values else None
-        self.recent = deque(values.get("recent", ()), self.settings.window)
-        self.window, self.since = values.get("window", []), values.get("since", 0)
+        self.recent: deque[list[float]] = deque(values.get("recent", ()), self.settings.window)
+        self.window, self.since = list[float](values.get("window", ())), values.get("since", 0)
         self.held_out = [math.nan if value is None else value for value in values.get("held_out", ())]
-        self.how, self.returns = values.get("how", ""), [*values.get("returns", ())]
-        for key, kept in self.signals.items():
-            kept.clear()
-            kept.extend(values.get("signals", {}).get(key, ()))
+        self.how, self.returns = values.get("how", ""), list[str](values.get("returns", ()))
+        self.signals = {key: deque(values.get("signals", {}).get(key, ()), self.settings.window) for key in SIGNALS}
         if self.returns:
             self.run.optimization.scale = values["scale"]
 
@@ -352,9 +343,3 @@ def prompt_means(scores: list[float], samples: int) -> list[float]:
     rows = np.asarray(scores, dtype=np.float64).reshape(-1, samples)
     there = ~np.isnan(rows)
     return (np.where(there, rows, 0).sum(1) / np.where(there.any(1), there.sum(1), np.nan)).tolist()
-
-
-def fingerprint(settings: Any, measured: Measured) -> str:
-    """Hash of the settings and the prompts of a measurement: those that are equal are compared in pairs."""
-    how = settings.model_dump_json(exclude={"every", "best", "stop", "weights", "grid"})
-    return hashlib.sha256(repr((how, [prompt.text for prompt in measured.prompts])).encode()).hexdigest()

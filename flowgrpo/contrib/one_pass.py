@@ -80,14 +80,9 @@ class HeldOutputs:
         if leaf.grad is not None:
             torch.autograd.backward(outputs, leaf.grad.split([len(each) for each in outputs]))
 
-    def of_states(self, left: dict[int, Tensor]) -> HeldOutputs:
-        """Outputs at some states. left: by step their places among those of the step, ascending."""
-        return HeldOutputs(self.device, {step: _select_rows(self.outputs[step], places) for step, places in left.items()
-                                         if step in self.outputs})
-
 
 def _select_rows(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-    """Rows at places of outputs that follow on each other; one without any is left out."""
+    """Rows at ascending places of outputs that follow on each other; one without any is left out."""
     found, first = [], 0
     for each in outputs:
         own = places[(places >= first) & (places < first + len(each))] - first
@@ -110,7 +105,9 @@ class HeldPart(Part):
             return left
         places = {taken.step: taken.parent[at.cpu() & taken.counts].unique_consecutive()
                   for taken, at in zip(self.transitions, keep, strict=True)}
-        return replace(left, held=self.held.of_states({taken.step: places[taken.step] for taken in left.transitions}))
+        outputs = {taken.step: _select_rows(self.held.outputs[taken.step], places[taken.step])
+                   for taken in left.transitions if taken.step in self.held.outputs}
+        return replace(left, held=HeldOutputs(self.held.device, outputs))
 
 
 class HeldGrower(Grower[C]):
@@ -250,7 +247,6 @@ class OnePassDryRun(DryRun):
     holding: ClassVar = ("rollout", "decode", "base", "reward", "update")  # phases
 
     def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
-        """Recipe with a value in place of `auto`: true where it goes with the run and fits."""
         if OnePassKeys.read(config).one_pass != AUTO:
             return config
         held, goes = _with(config, True), not any(extensions.obstacles(OnePass, setup_of(config, processes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -116,9 +116,8 @@ class Phases(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        config = trainer.config
-        self.config, self.number, self.begins = config, -1, begins(config)
-        self.carries = any(phase.carry for phase in PhaseKeys.read(config).phases)
+        self.config, self.number, self.begins = trainer.config, -1, begins(trainer.config)
+        self.phases = PhaseKeys.read(trainer.config).phases
 
     @classmethod
     def require(cls, setup: Setup) -> None:
@@ -168,7 +167,7 @@ class Phases(Extension):
         """Number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
         number = max([memory.get(NUMBER, -1), *(n for n, begin in enumerate(self.begins) if begin <= epoch)])
         if number + 1 < len(self.begins):
-            reach, mean = PhaseKeys.read(self.config).phases[number + 1].reach, memory.get(MEAN)
+            reach, mean = self.phases[number + 1].reach, memory.get(MEAN)
             number += reach is not None and mean is not None and mean >= reach
         return number
 
@@ -176,10 +175,9 @@ class Phases(Extension):
     def around_epoch(self) -> Iterator[None]:
         """Context manager: the epoch in its phase. Prompts, curriculum, lengths and frames are the recipe's again
         behind it."""
-        trainer = self.trainer
-        policy: Any = trainer.policy
+        trainer, policy = self.trainer, cast(Any, self.trainer.policy)
         number = self.number_at(trainer.memory, trainer.epoch)
-        phase = PhaseKeys.read(self.config).phases[number] if number >= 0 else Phase(at=0)
+        phase = self.phases[number] if number >= 0 else Phase(at=0)
         config = config_of(self.config, number)
         held = trainer.prompts, trainer.method
         # What a phase changes is held here: evaluations between epochs are the recipe's.
@@ -190,14 +188,15 @@ class Phases(Extension):
             if "image.frames" in phase.set:
                 policy.call["num_frames"] = config.image.frames
             if number != self.number:
-                self._enter(trainer, config, phase)
+                self._enter(config, phase)
                 self.number = trainer.memory[NUMBER] = number
             # Restrict the run to the phase's prompts, and those that are carried.
             now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
             if not phase.carry:
                 trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
+            carries = any(each.carry for each in self.phases)
             trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
-                                                                        records=self.carries))
+                                                                        records=carries))
             yield
         finally:
             trainer.prompts, trainer.method = held
@@ -207,8 +206,9 @@ class Phases(Extension):
                 policy.call.clear()
                 policy.call.update(call)
 
-    def _enter(self, trainer: Run, config: Config, phase: Phase) -> None:
+    def _enter(self, config: Config, phase: Phase) -> None:
         """Make what depends on the phase's configuration anew; counters and the old policy stay."""
+        trainer = self.trainer
         before, lowered = trainer.rollouts, trainer.geometry.micro_batch
         trainer.config = trainer.optimization.config = config
         trainer.geometry = geometry(config.train, trainer.processes.count)

@@ -115,14 +115,11 @@ def distortion(light: np.ndarray) -> float:
     edges = np.stack([active[:, 0], active[:, -1], active[:, :, 0], active[:, :, -1]], 1)
     stretches = np.lib.stride_tricks.sliding_window_view(edges, STRETCH, -1)
     artefact = (stretches.std(-1, ddof=1) < FLAT).any((1, 2))
-    harm = artefact * (1 - variance) + _noisy(active, variance) * variance
-    return float(100 * (harm.sum() + 1) / (len(active) + 1))
-
-
-def _noisy(blocks: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """True for each block whose two middle columns are as rough as the others."""
+    # Noise is a block whose two middle columns are as rough as the others.
     middle = [BLOCK // 2 - 1, BLOCK // 2]
-    centre = blocks[:, :, middle].std((1, 2), ddof=1)
-    around = np.delete(blocks, middle, 2).std((1, 2), ddof=1)
+    centre = active[:, :, middle].std((1, 2), ddof=1)
+    around = np.delete(active, middle, 2).std((1, 2), ddof=1)
     ratio, sigma = centre / np.maximum(around, 1e-12), np.sqrt(variance)
-    return sigma > 2 * np.abs(sigma - ratio) / np.maximum(sigma, ratio)
+    noisy = sigma > 2 * np.abs(sigma - ratio) / np.maximum(sigma, ratio)
+    harm = artefact * (1 - variance) + noisy * variance
+    return float(100 * (harm.sum() + 1) / (len(active) + 1))

@@ -33,6 +33,7 @@ class Influence(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         weights = weights_like(rewards, weights)
+        self.require(weights.tolist())
         advantages = torch.stack([group_relative(reward) for reward in rewards.unbind(2)], dim=2)
         moved = mirror_descent(advantages, self._initial_weights(weights, context), self.rate)
         if context is not None:
@@ -59,11 +60,8 @@ def mirror_descent(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
 
     I_k = mean(A_k sum_j v_j A_j) over all samples, v the weights over their sum. It measures how far the common step
     raises reward k: 0 for a reward without variance in any group, below 0 for one that the others pull down.
-    advantages: A [P, G, R].
-    Raises ValueError for a weight below 0, or none above it.
+    advantages: A [P, G, R]. Of the weights none is below 0, and one above.
     """
-    if (weights < 0).any() or not weights.sum() > 0:
-        raise ValueError(f"Influence: the weights are {weights.tolist()}, expected 0 or more, and one above")
     total = weights.sum()
     common = (advantages * (weights / total)).sum(2, keepdim=True)
     influence = (advantages * common).mean((0, 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp, weighted_sum
 from flowgrpo.advantages.trackers import update_state
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.types import Context, RunState
+from flowgrpo.types import Context
 
 
 @part("advantage", single=True, teaches=True)
@@ -48,22 +48,17 @@ class RiskAverse(AdvantageRule):
         scores = torch.stack([of.nanmean(0) for of in total.split(self.bundle)])
         if scores.isnan().all():
             return torch.zeros_like(total)
-        low, high, spread = self._track_quantiles(scores, context.run)
+        # Quantiles and deviation of the scores, averaged with those of earlier epochs.
+        known = scores[~scores.isnan()]
+        now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
+        low, high, spread = update_state(
+            context.run.memory, "RiskAverse", "scores", context.run.epoch, [],
+            lambda past: [old + self.rate * (new - old) for old, new in zip(past or now, now)])[1]
         if spread <= RELATIVE_NOISE * scores.abs().nan_to_num(0).max().item():
             return torch.zeros_like(total)
         advantages = risk_weights(scores, low, high, self.alpha, self.beta, self.omega)
         advantages = (advantages / ((2 + self.omega) * (spread + 1e-8))).clamp(-self.clamp, self.clamp)
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
-
-    def _track_quantiles(self, scores: Tensor, run: RunState) -> list[float]:
-        """Quantiles and deviation of the scores, averaged with those of earlier epochs."""
-        known = scores[~scores.isnan()]
-        now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
-
-        def change(past: list[float]) -> list[float]:
-            return [old + self.rate * (new - old) for old, new in zip(past or now, now)]
-
-        return update_state(run.memory, "RiskAverse", "scores", run.epoch, [], change)[1]
 
 
 def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float

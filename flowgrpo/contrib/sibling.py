@@ -34,6 +34,7 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured as MeasuredMemory
+from flowgrpo.types import unwrap
 
 NAME = "on"  # of the value by which `eval.best` keeps weights
 GUIDANCE = "guidance_embedder"  # of weights that a sibling without a guidance lacks: what they add is 0 there
@@ -52,8 +53,7 @@ def add(phases: dict[str, dict[str, int]], measured: MeasuredMemory) -> None:
 
 def setting(config: Config) -> Sibling:
     """The sibling of `eval.on`. Raises UserError as `sibling_of`."""
-    on = OnKeys.read(config).on
-    assert on is not None
+    on = unwrap(OnKeys.read(config).on)
     return sibling_of(config, on.model or config.model, on.lora, on.steps, on.guidance, on.scheduler,
                       on.lora_scale, "eval.on")
 
@@ -178,17 +178,16 @@ class OnSibling(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         config, self.policy = trainer.config, cast(PipelinePolicy, trainer.policy)
-        self.sibling, self.settings, self.weight = setting(config), ForSiblingKeys.read(config), 1.0
-        if (on := OnKeys.read(config).on) is not None:
-            self.weight = on.weight
+        self.sibling, self.settings = setting(config), ForSiblingKeys.read(config)
+        self.weight = unwrap(OnKeys.read(config).on).weight
         dry = any(value.is_meta for module in self.policy.denoisers.values() for value in module.parameters())
         self.worn = None if dry else Worn(self.policy, config, self.sibling)
         self.spans = self.worn.spans(self.settings.sibling_rank) if self.worn and self.settings.sibling == \
             "orthogonal" else {}
-        self._project()
+        self.on_stepped()
         self.rollouts: Any = None
         if self.worn and self.settings.sibling == "replay":
-            with self._replaying(self.worn):
+            with self._replaying():
                 self.rollouts = self._few_steps(trainer.rollouts)
         self.functions: Mapping[str, Any] = {}
         self.base: Measured | None = None
@@ -235,12 +234,11 @@ class OnSibling(Extension):
         """Mean weighted sum of the trained rewards on the sibling, over the held-out prompts."""
         trainer = self.trainer
         with trainer.policy.weights.swap(trainer.optimization.evaluated_weights()):
-            found = self._measure(f"epoch {trainer.epoch}", False)
-        assert self.base is not None
+            found, base = self._measure(f"epoch {trainer.epoch}", False), unwrap(self.base)
         samples, weights = trainer.config.eval.samples, trainer.config.rewards
-        now, was = (kept.totals(each.scores, weights, samples) for each in (found, self.base))
+        now, was = (kept.totals(each.scores, weights, samples) for each in (found, base))
         self.metrics = {"on/gain": _mean(now - was)} | {
-            f"on/{name}": float(share) for name, share in found.looks.relative_to(self.base.looks).items()}
+            f"on/{name}": float(share) for name, share in found.looks.relative_to(base.looks).items()}
         return {NAME: _mean(now)}
 
     def on_measured(self, measured: Measured) -> Metrics:
@@ -269,14 +267,13 @@ class OnSibling(Extension):
     def _measure(self, title: str, reported: bool) -> Measured:
         """Measure the policy's present weights on the sibling. reported: the reported prompts, else those of
         evaluations on the way."""
-        assert self.worn is not None
         trainer, config, policy = self.trainer, self.trainer.config, self.policy
         layers, rollouts = [*policy.weights.layers().values()], cast(Any, trainer.rollouts)
         prompts, evaluations, title = held_out.sides(cast(Any, trainer))[reported], policy.evaluations, \
             f"{self.sibling.name}, {title}"
         sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), trainer.processes, title)
         weighted = contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
-        with weighted, clips_of(policy, config.eval.frames), self.worn.on():
+        with weighted, clips_of(policy, config.eval.frames), unwrap(self.worn).on():
             found = trainer.with_oom_retry(lambda: measure(
                 policy, sound, dict(self.functions), steps=self.sibling.steps, guidance=self.sibling.guidance,
                 samples=config.eval.samples, micro_batch=trainer.geometry.micro_batch,
@@ -303,7 +300,7 @@ class OnSibling(Extension):
         for name in ("decodes", "old_policy", *counters):
             setattr(self.rollouts, name, getattr(own, name))
         try:
-            with self._replaying(self.worn):
+            with self._replaying():
                 trainer.rollouts = self.rollouts
                 yield
         finally:
@@ -312,11 +309,11 @@ class OnSibling(Extension):
             trainer.rollouts = own
 
     @contextlib.contextmanager
-    def _replaying(self, worn: Worn) -> Iterator[None]:
+    def _replaying(self) -> Iterator[None]:
         """Context manager: the policy is the sibling, at its guidance."""
         guidance, self.policy.guidance = self.policy.guidance, self.sibling.guidance
         try:
-            with worn.on():
+            with unwrap(self.worn).on():
                 yield
         finally:
             self.policy.guidance = guidance
@@ -333,14 +330,10 @@ class OnSibling(Extension):
             raise UserError(f"train.sibling: replay at {self.sibling.steps} steps: {error}") from error
 
     def on_stepped(self) -> None:
-        self._project()
-
-    def _project(self) -> None:
-        layers = self.policy.weights.layers() if self.spans else {}
+        layers: Any = self.policy.weights.layers() if self.spans else {}
         for key, (u, v) in self.spans.items():
-            layer = layers[key]
-            project(cast(Tensor, layer.lora_A["default"].weight), cast(Tensor, layer.lora_B["default"].weight),
-                    u.to(layer.lora_A["default"].weight), v.to(layer.lora_A["default"].weight))
+            down, up = layers[key].lora_A["default"].weight, layers[key].lora_B["default"].weight
+            project(down, up, u.to(down), v.to(down))
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         return {"on/epoch": float(self.replays(self.trainer.epoch))} if self.settings.sibling == "replay" else {}

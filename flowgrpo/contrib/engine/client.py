@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -35,91 +34,68 @@ from flowgrpo.nouns import quantity
 from flowgrpo.rewards.remote.exchange import announce, as_json
 
 DEPTH = 64  # of containers within each other
-# By the first byte: the form of a number, and that of the length of a text, of bytes, of a list and of a map.
-_NUMBERS = {0xca: ">f", 0xcb: ">d", 0xcc: ">B", 0xcd: ">H", 0xce: ">I", 0xcf: ">Q", 0xd0: ">b", 0xd1: ">h", 0xd2: ">i",
-            0xd3: ">q"}
-_TEXTS = {0xd9: ">B", 0xda: ">H", 0xdb: ">I"}
-_BYTES = {0xc4: ">B", 0xc5: ">H", 0xc6: ">I"}
-_LISTS = {0xdc: ">H", 0xdd: ">I"}
-_MAPS = {0xde: ">H", 0xdf: ">I"}
-_CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
+VALUES = 2**20  # of a message: each takes some hundred bytes in memory
+CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
+# By the first byte: the kind of a value, and the form of the number, or of the size, that follows.
+KINDS = {first: (kind, f">{form}") for kind, least, forms in (
+    ("bytes", 0xc4, "BHI"), ("number", 0xca, "fdBHIQbhiq"), ("text", 0xd9, "BHI"), ("list", 0xdc, "HI"),
+    ("map", 0xde, "HI")) for first, form in enumerate(forms, least)}
 
 
-def unpack(content: bytes, most: int = 2**20) -> Any:
+def unpack(content: bytes) -> Any:
     """Value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for more than
-    `most` values."""
-    reader = _Reader(content, most)
-    try:
-        value = reader.value(0)
-    except (struct.error, IndexError):
-        raise ValueError(f"the message ends within a value, after {len(content)} bytes") from None
-    if reader.at != len(content):
-        raise ValueError(f"the message goes on behind its value, at byte {reader.at} of {len(content)}")
-    return value
+    VALUES values."""
+    at, left = 0, VALUES
 
+    def take(size: int) -> bytes:
+        nonlocal at
+        if at + size > len(content):
+            raise ValueError(f"the message ends within a value, after {len(content)} bytes")
+        at += size
+        return content[at - size:at]
 
-class _Reader:
-    def __init__(self, content: bytes, most: int):
-        self.content, self.at, self.left = content, 0, most
-
-    def value(self, depth: int) -> Any:
+    def value(depth: int) -> Any:
+        nonlocal left
         if depth > DEPTH:
             raise ValueError(f"the message has more than {DEPTH} containers within each other")
-        self.left -= 1
-        if self.left < 0:
+        left -= 1
+        if left < 0:
             raise ValueError("the message has too many values")
-        first = self.content[self.at]
-        self.at += 1
-        # Kinds in the order of the format's table: small integers, constants, numbers, short and long containers.
-        if first < 0x80 or first >= 0xe0:
+        [first] = take(1)
+        if first < 0x80 or first >= 0xe0:  # small integers
             return first if first < 0x80 else first - 256
-        if first in _CONSTANTS:
-            return _CONSTANTS[first]
-        if first in _NUMBERS:
-            return self._number(_NUMBERS[first])
-        if first < 0xc0:
-            size = first & (0x1f if first >= 0xa0 else 0x0f)
-            return self._text(size) if first >= 0xa0 else self._list(size, depth) if first >= 0x90 else \
-                self._map(size, depth)
-        for forms, read in ((_TEXTS, self._text), (_BYTES, self._bytes)):
-            if first in forms:
-                return read(self._number(forms[first]))
-        if first in _LISTS:
-            return self._list(self._number(_LISTS[first]), depth)
-        if first in _MAPS:
-            return self._map(self._number(_MAPS[first]), depth)
-        raise ValueError(f"the message has a value of the kind 0x{first:02x} at byte {self.at - 1}")
-
-    def _number(self, form: str) -> Any:
-        [value] = struct.unpack_from(form, self.content, self.at)
-        self.at += struct.calcsize(form)
-        return value
-
-    def _bytes(self, size: int) -> bytes:
-        if self.at + size > len(self.content):
-            raise IndexError(size)
-        self.at += size
-        return self.content[self.at - size:self.at]
-
-    def _text(self, size: int) -> str:
-        return self._bytes(size).decode()
-
-    def _list(self, size: int, depth: int) -> list[Any]:
-        return [self.value(depth + 1) for _ in range(size)]
-
-    def _map(self, size: int, depth: int) -> dict[Any, Any]:
+        if first in CONSTANTS:
+            return CONSTANTS[first]
+        if first < 0xc0:  # short containers and texts, whose size is in the same byte
+            kind = "map" if first < 0x90 else "list" if first < 0xa0 else "text"
+            size = first & (0x1f if kind == "text" else 0x0f)
+        elif first in KINDS:
+            kind, form = KINDS[first]
+            [size] = struct.unpack(form, take(struct.calcsize(form)))
+        else:
+            raise ValueError(f"the message has a value of the kind 0x{first:02x} at byte {at - 1}")
+        if kind == "number":
+            return size
+        if kind == "list":
+            return [value(depth + 1) for _ in range(size)]
+        if kind != "map":
+            return take(size).decode() if kind == "text" else take(size)
         found = {}
         for _ in range(size):
-            key = self.value(depth + 1)
+            key = value(depth + 1)
             if not isinstance(key, (str, int)):
                 raise ValueError(f"the message has a map whose key is of the type {type(key).__name__}")
-            found[key] = self.value(depth + 1)
+            found[key] = value(depth + 1)
         return found
+
+    found = value(0)
+    if at != len(content):
+        raise ValueError(f"the message goes on behind its value, at byte {at} of {len(content)}")
+    return found
 
 
 LARGEST = 2**34  # bytes of an answer's tensors
 SMALL = 2**24  # bytes of an answer without tensors
-VALUES = 2**20  # values of an answer in MessagePack: each takes some hundred bytes in memory
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of an answer's tensors
 BLOCK = 2**20  # bytes of an answer between two looks at the time
 ROLLOUT = "/rollout/generate"
@@ -240,18 +216,15 @@ class Engine:
 
     def compare_hashes(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
         """(True if the engine's tensors have these SHA-256, by name; the engine's message)."""
-        answer = self._request("POST", "/update_weights_from_tensor_checker",
-                               {"target_module": module, "expected_named_tensors_sha256": dict(hashes)},
-                               refusals=(400,))
-        if not isinstance(answer, dict):
-            raise EngineError("answer", f"{self.url}: its checker of weights answered {_kind(answer)}")
+        answer = self._ask("POST", "/update_weights_from_tensor_checker",
+                           {"target_module": module, "expected_named_tensors_sha256": dict(hashes)}, refusals=(400,))
         return answer.get("success") is True, str(answer.get("message", ""))
 
     def checksum(self, modules: Sequence[str]) -> dict[str, str]:
         """The SHA-256 of all weights of modules, by their names."""
-        answer = self._request("POST", "/get_weights_checksum", {"module_names": list(modules)})
-        if not isinstance(answer, dict) or any(not isinstance(answer.get(name), str) for name in modules):
-            raise EngineError("answer", f"{self.url}: its checksum of {', '.join(modules)} is {_kind(answer)}")
+        answer = self._ask("POST", "/get_weights_checksum", {"module_names": list(modules)})
+        if any(not isinstance(answer.get(name), str) for name in modules):
+            raise EngineError("answer", f"{self.url}/get_weights_checksum sent none of {', '.join(modules)}")
         return {name: answer[name] for name in modules}
 
     def release(self) -> None:
@@ -262,17 +235,12 @@ class Engine:
 
     def info(self) -> dict[str, Any]:
         """Version and model of the server, from /model_info and /server_info."""
-        found: dict[str, Any] = {}
-        for path in ("/model_info", "/server_info"):
-            answer = self._request("GET", path)
-            found |= answer if isinstance(answer, dict) else {}
-        return found
+        return self._ask("GET", "/model_info") | self._ask("GET", "/server_info")
 
     def _require_success(self, path: str) -> None:
-        answer = self._request("POST", path, {})
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            said = answer.get("message", "") if isinstance(answer, dict) else _kind(answer)
-            raise EngineError("answer", f"{self.url}{path} did not succeed: {said}")
+        answer = self._ask("POST", path, {})
+        if answer.get("success") is not True:
+            raise EngineError("answer", f"{self.url}{path} did not succeed: {answer.get('message', '')}")
 
     def _sample(self, answer: dict[str, Any], request: Request) -> Sample:
         if (prompt := answer.get("prompt")) != request.prompt:
@@ -320,20 +288,24 @@ class Engine:
                                         "expected float16, bfloat16, float32 or float64")
         return found
 
-    def _request(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
-        """Answer's value. refusals: statuses whose answer is returned too."""
-        wait = self.wait
-        for attempt in range(self.retries + 1):
+    def _ask(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> dict[str, Any]:
+        """Answer that is an object. refusals: statuses whose answer is returned too."""
+        answer = self._request(method, path, body, refusals)
+        if not isinstance(answer, dict):
+            raise EngineError("answer", f"{self.url}{path} answered {_kind(answer)}, expected an object")
+        return answer
+
+    def _request(self, method: str, path: str, body: Any, refusals: tuple[int, ...] = ()) -> Any:
+        asked = 0
+        while True:
             try:
                 return self._once(method, path, body, refusals)
             except _Passing as error:
-                if attempt == self.retries:
-                    raise EngineError("no answer", f"{self.url}{path}: {error} (asked "
-                                                   f"{quantity(attempt + 1, 'time')}): is the "
-                                                   "engine running there?") from None
-            time.sleep(wait)
-            wait *= 2
-        raise AssertionError
+                asked += 1
+                if asked > self.retries:
+                    raise EngineError("no answer", f"{self.url}{path}: {error} (asked {quantity(asked, 'time')}): is "
+                                                   "the engine running there?") from None
+            time.sleep(self.wait * 2 ** (asked - 1))
 
     def _once(self, method: str, path: str, body: Any, refusals: tuple[int, ...]) -> Any:
         parts, late = self._parts, time.monotonic() + self.timeout
@@ -370,7 +342,7 @@ class Engine:
         try:  # of a hostile server too: values are counted before they take memory
             if not packed and content.count(b",") > VALUES:
                 raise ValueError("it has too many values")
-            return unpack(content, VALUES) if packed else json.loads(content)
+            return unpack(content) if packed else json.loads(content)
         except (ValueError, RecursionError) as error:
             form = "MessagePack" if packed else "JSON"
             raise EngineError("answer", f"{self.url}{path}: its answer is no {form}: {error}") from None
@@ -378,47 +350,32 @@ class Engine:
     def _content(self, answer: http.client.HTTPResponse, late: float, connection: http.client.HTTPConnection,
                  largest: int) -> bytes:
         """Answer's bytes, `largest` at most. Raises TimeoutError when it is late."""
-        found, size = [], 0
-        while True:
-            left = late - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
+        found = bytearray()
+        while (left := late - time.monotonic()) > 0:
             if connection.sock is not None:
                 connection.sock.settimeout(left)
             block = answer.read(BLOCK)
+            if not block and answer.length:  # what the header announced and did not come
+                raise http.client.IncompleteRead(b"", answer.length)
             if not block:
-                break
-            found.append(block)
-            size += len(block)
-            if size > largest:
+                return bytes(found)
+            found += block
+            if len(found) > largest:
                 raise EngineError("answer", f"{self.url} sends more than {largest / 2**20:,g} MiB in one answer")
-        if answer.length:  # what the header announced and did not come
-            raise http.client.IncompleteRead(b"", answer.length)
-        return b"".join(found)
+        raise TimeoutError
 
 
 def _error_reason(content: bytes) -> str:
-    """Reason in an error's answer, behind a colon."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return ""
-    text = next((value[key] for key in ("detail", "message", "error") if isinstance(value, dict) and value.get(key)),
-                "")
+    said = value if isinstance(value, dict) else {}
+    text = said.get("detail") or said.get("message") or said.get("error")
     return f": {one_line(text)[:300]}" if text else ""
 
 
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: f"a list of {len(value) if isinstance(value, list) else 0}",
-            type(None): "null"}.get(type(value), f"a {type(value).__name__}")
-
-
-def close(one: Tensor, other: Tensor, most: float) -> bool:
-    """True if two tensors of one shape differ by at most `most` anywhere."""
-    return one.shape == other.shape and not math.isnan(gap := float((one.double() - other.double()).abs().max())) \
-        and gap <= most
-
-
-def stack(samples: Sequence[Sample], name: str) -> Tensor:
-    """Field of samples as one tensor [b,...]."""
-    return torch.stack([getattr(sample, name) for sample in samples])
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return {dict: "an object", type(None): "null"}.get(type(value), f"a {type(value).__name__}")

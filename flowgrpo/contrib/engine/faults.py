@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
 @torch.no_grad()
 def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int,
             log_ratios: Sequence[LogRatio] = (PlainRatio(),)) -> Tensor:
-    """Each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes
-    infinite."""
+    """Each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes infinite."""
     found = torch.zeros(len(log_ratios), len(part.prompts), len(part.transitions))
     for k, rows, new in replay(policy, conditioning, part, micro_batch):
         old = part.transitions[k].old.rows(rows).to(new.logp.device)
@@ -56,31 +56,25 @@ def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
     """
     first = torch.stack([sample.states[0] for sample in samples]).flatten(1)
     if len(first.unique(dim=0)) < len(first):
-        one, other = next((one, other) for one in range(len(first)) for other in range(one + 1, len(first))
+        one, other = next((one, other) for one, other in combinations(range(len(first)), 2)
                           if torch.equal(first[one], first[other]))
         yield f"repeated seed: samples {one} and {other} of {len(first)} have one initial noise"
     elif (places := _places(first, alone)) is not None and places != list(range(len(first))):
         moved = next(place for place, of in enumerate(places) if of != place)
         yield f"shuffled batch: sample {moved} of a request of {micro_batch} is sample {places[moved]} of those that " \
               "come one by one"
-    later = [sample.states[1:] for sample in samples]
+    later, asked = [sample.states[1:] for sample in samples], float(ratios.max())
     rounded = policy.precision == "fp32" and all(torch.equal(states.to(torch.bfloat16).to(states.dtype), states)
                                                  for states in later)
     if rounded:
         yield "bf16 states: all values of the states are of bf16, and the pipeline computes in fp32: serve the model " \
               "in fp32, or compare with --precision bf16"
-    if float(ratios.max()) <= ROUNDING[policy.precision] or rounded and float(ratios.max()) <= ROUNDING["bf16"]:
+    if asked <= ROUNDING["bf16" if rounded else policy.precision]:
         return
-    yield from _explain_ratios(policy, conditioning, part, samples, ratios, micro_batch, lora)
-
-
-def _explain_ratios(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
-                    ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
-    """Yield the hypothesis that explains ratios best; without one, whether outputs or transitions differ."""
-    asked = float(ratios.max())
-    best = min(_hypotheses(policy, conditioning, part, micro_batch, lora), key=lambda pair: pair[1])
-    if best[1] * BETTER <= asked:
-        yield f"{best[0]} (first |log ratio| {best[1]:.1e} in place of {asked:.1e})"
+    # The hypothesis that explains the ratios best; without one, whether outputs or transitions differ.
+    best, ratio = min(_hypotheses(policy, conditioning, part, micro_batch, lora), key=lambda pair: pair[1])
+    if ratio * BETTER <= asked:
+        yield f"{best} (first |log ratio| {ratio:.1e} in place of {asked:.1e})"
         return
     gap, size = _outputs(policy, conditioning, part, samples, micro_batch, lora)
     if gap > 10 * ROUNDING[policy.precision] * size:
@@ -140,8 +134,7 @@ def _find_swapped_prompts(policy: PipelinePolicy, conditioning: Conditioning, pa
             found.append(by_step(policy, conditioning, under, micro_batch)[0].amax(1))
     each = torch.stack(found)  # [P,b]
     fits = each.argmin(0)
-    moved = (fits != part.prompts.cpu()).nonzero().flatten().tolist()
-    row = moved[0] if moved else 0
+    row = int((fits != part.prompts.cpu()).int().argmax())  # the first that fits another, if any
     return f"shuffled batch: sample {row}, of prompt {int(part.prompts[row])}, was drawn for prompt " \
            f"{int(fits[row])}", float(each.amin(0).max())
 

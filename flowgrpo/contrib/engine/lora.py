@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,18 +22,9 @@ MISSING = "missing "  # in the words of a server whose modules have other names,
 
 def sha256(tensor: Tensor) -> str:
     """The SHA-256 of a tensor as the engine computes it: of its dtype, its shape and its bytes."""
-    import torch
-
     tensor = tensor.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def hashes(file: Path) -> dict[str, str]:
-    """The SHA-256 of a LoRA file's tensors, by their names in the engine's module."""
-    return {name.removeprefix(PREFIX).removesuffix(".weight"): sha256(tensor)
-            for name, tensor in load_file(file).items()}
+    head = f"{tensor.dtype}{tuple(tensor.shape)!r}".encode()
+    return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 class LoraSender:
@@ -57,30 +49,29 @@ class LoraSender:
         place = self.folder / f"{self.number + 1:06d}"
         place.mkdir(parents=True, exist_ok=True)
         files = {name: write(pipe, name, place) for name in names}
-        found = {name: hashes(file) for name, file in files.items()}
+        # The SHA-256 of the tensors, by their names in the engine's modules.
+        found = {name: {key.removeprefix(PREFIX).removesuffix(".weight"): sha256(tensor)
+                        for key, tensor in load_file(file).items()} for name, file in files.items()}
         if found == self._sent:
             shutil.rmtree(place)
             return False
         self.number += 1
         for name, file in files.items():
-            self.send(file, name, found[name])
+            expected = found[name]
+            # A checksum of all weights takes seconds, and is needed where names differ, which the first LoRA shows.
+            before = self._checksums.get(name) if name in self._sent else self.engine.checksum([name])[name]
+            self.engine.set_lora(str(file), name)
+            same, said = self.engine.compare_hashes(name, expected)
+            if not same and MISSING in said and "checksum mismatch" not in said:  # names of fused projections differ
+                now = self._checksums[name] = self.engine.checksum([name])[name]
+                same, said = now != before or expected == self._sent.get(name), "its weights are what they were before"
+            if not same:
+                raise EngineError("another LoRA", f"{self.engine.url} holds another LoRA than {file}: {said}; can the "
+                                                  "engine read that folder (rollout.folder), and has it no other "
+                                                  "client?")
+            self._sent[name] = expected
         shutil.rmtree(self.folder / f"{self.number - 1:06d}", ignore_errors=True)
         return True
-
-    def send(self, file: Path, name: str, expected: dict[str, str] | None = None) -> None:
-        """Have the engine load a LoRA's file into a module, and compare what it then holds."""
-        expected = expected or hashes(file)
-        # A checksum of all weights takes seconds, and is needed where names differ, which the first LoRA shows.
-        before = self._checksums.get(name) if name in self._sent else self.engine.checksum([name])[name]
-        self.engine.set_lora(str(file), name)
-        same, said = self.engine.compare_hashes(name, expected)
-        if not same and MISSING in said and "checksum mismatch" not in said:  # names of fused projections differ
-            now = self._checksums[name] = self.engine.checksum([name])[name]
-            same, said = now != before or expected == self._sent.get(name), "its weights are what they were before"
-        if not same:
-            raise EngineError("another LoRA", f"{self.engine.url} holds another LoRA than {file}: {said}; can the "
-                                              "engine read that folder (rollout.folder), and has it no other client?")
-        self._sent[name] = expected
 
     def require_held(self) -> None:
         """Raise EngineError if the engine no longer holds what was sent."""

@@ -4,15 +4,18 @@ stock engine cannot do."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample, close, stack
+from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.contrib.features import EngineKeys, OnePassKeys
 from flowgrpo.errors import UserError
@@ -84,62 +87,8 @@ def require(needs: Iterator[str]) -> None:
         raise UserError(f"rollout.engine: a stock engine does not do {need}; or leave rollout.engine out")
 
 
-def check(setup: Setup) -> None:
-    """Raise UserError for a run that a stock engine cannot sample, before the model is loaded."""
-    require(of_method(setup.config, setup.method))
-    if setup.all_processes > 1:
-        raise UserError(f"rollout.engine: got {setup.all_processes} processes, expected 1: an engine is driven by one "
-                        "trainer; give the other GPUs to the engine (its --num-gpus)")
-    if seen := [name for name, reward in setup.trained.items() if sees_base(reward)]:
-        raise UserError(f"rollout.engine: the reward {seen[0]!r} compares with the base model's sample of the same "
-                        "initial noise, which only the engine knows: leave it or rollout.engine out")
-    if any(prompt.brings is not None for prompt in setup.split[0]):
-        raise UserError("rollout.engine: prompts bring images or other inputs, which are not sent: leave them or "
-                        "rollout.engine out")
-
-
 TOGETHER = 8  # requests that wait for the engine at the same time
 SAME = 1e-5  # difference of two sigmas that are the same, in float32
-
-
-class EngineSampler:
-    """Sampler of a run's groups by an engine, in the place of its pipeline.
-
-    It sends the weights that are in place when it is asked: the present ones, or those of an old policy that draws.
-    release: the engine leaves the GPU's memory between two rollouts.
-    """
-
-    def __init__(self, engine: Engine, lora: LoraSender, rollouts: DenoisingRollouts, release: bool):
-        self.engine, self.lora, self.rollouts, self.release = engine, lora, rollouts, release
-
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: object
-               ) -> Iterator[Part]:
-        """Yield whole groups, as `growth.explore` does. judge: is not read."""
-        policy, group = self.rollouts.policy, explorations[0].group
-        grid, _ = self.rollouts.grid_of(conditioning.sizes[0] if conditioning.sizes else None)
-        for spec in explorations:
-            require(of_rollout(spec, grid))
-        if self.release:
-            self.engine.resume()
-        self.lora.sync(policy.pipe, list(policy.weights.modules))
-        first, count = 0, len(conditioning.prompts)
-        with ThreadPoolExecutor(TOGETHER, "engine") as threads:
-            for prompts in torch.arange(count).split(self.rollouts.together(count)):
-                for number, spec in enumerate(explorations):
-                    leaves = [[seed(int(p), number * group + leaf) for leaf in range(group)] for p in prompts]
-                    asked = requests(policy, conditioning, prompts.tolist(), leaves, spec,
-                                     self.rollouts.geometry.micro_batch)
-                    samples = sample_requests(self.engine, asked, threads.map)
-                    policy.evaluations += len(samples) * spec.steps
-                    groups = range(first, first := first + len(prompts))
-                    yield part_of(policy, conditioning, samples, groups, prompts.repeat_interleave(group), spec)
-        self.lora.require_held()
-        if self.release:
-            self.engine.release()
-
-
-def sample_requests(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
-    return [sample for samples in mapped(engine.rollout, asked) for sample in samples]
 
 
 def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequence[int], seeds: Sequence[Sequence[int]],
@@ -171,43 +120,14 @@ def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequenc
     Its log-probabilities are the engine's; it has no seeds, since the engine's noise is not the pipeline's.
     Raises EngineError for sigmas or states that are not those of the pipeline.
     """
-    for sample in samples:
-        require_grid(sample.sigmas, spec.grid)
-    require_shape(policy, conditioning, samples, spec)
-    trained, device = spec.schedule.trained, policy.states
-    kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
-    # A tensor per state, which two steps share.
-    places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
-    states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
-              for place, step in enumerate(places)}
-    rows, logp = torch.arange(len(samples)), stack(samples, "logp")
-    transitions = tuple(Transitions(step, states[step], prompts, rows, states[step + 1],
-                                    _score(samples, logp[:, step:step + 1].to(policy.device), step, spec, device))
-                        for step in trained)
-    return Part(groups, prompts, spec, transitions, (states[spec.steps].to(policy.device),))
-
-
-def _score(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
-    """Engine's score [b,1] of a step, with its means where the loss reads them."""
-    mean = std = None
-    if spec.keep_means:
-        mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
-        std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
-    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean, std)
-
-
-def require_grid(sigmas: Tensor, grid: Tensor) -> None:
-    """Raise EngineError for an engine's sigmas [T+1] that are not those of the pipeline."""
-    if not close(sigmas, grid, SAME):
-        at = int((sigmas.double() - grid.double()).abs().argmax()) if sigmas.shape == grid.shape else 0
-        raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} at "
-                          f"step {at}, expected {grid[at]:.6g}: compare the scheduler's shift (--flow-shift of the "
-                          "server) and the size of the image")
-
-
-def require_shape(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequence[Sample], spec: RolloutSpec
-                  ) -> None:
-    """Raise EngineError for a sample whose states [K,*D] have another shape than the pipeline's."""
+    for sigmas in (sample.sigmas for sample in samples):
+        apart = (sigmas.double() - spec.grid.double()).abs() if sigmas.shape == spec.grid.shape else \
+            torch.tensor([math.inf])
+        if not apart.max() <= SAME:
+            at = int(apart.argmax())
+            raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} "
+                              f"at step {at}, expected {spec.grid[at]:.6g}: compare the scheduler's shift "
+                              "(--flow-shift of the server) and the size of the image")
     before, generators = policy.evaluations, policy.generators([0])
     own, _ = policy.run(spec.task(0, 0, generators), conditioning.rows(torch.tensor([0])), None, generators)
     policy.evaluations = before
@@ -215,40 +135,85 @@ def require_shape(policy: PipelinePolicy, conditioning: Conditioning, samples: S
         raise EngineError("answer", f"the engine's states have the shape {list(odd[0])}, the pipeline's "
                           f"{list(own.shape[1:])}: give both one size (image.height, image.width), and the engine "
                           "no other layout of latents")
+    trained, device = spec.schedule.trained, policy.states
+    kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
+    # A tensor per state, which two steps share.
+    places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
+    states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
+              for place, step in enumerate(places)}
+    rows, logp = torch.arange(len(samples)), torch.stack([sample.logp for sample in samples]).to(policy.device)
+    transitions = []
+    for step in trained:
+        scored = Scored(logp[:, step:step + 1], torch.ones(len(samples), 1, dtype=torch.bool, device=policy.device))
+        if spec.keep_means:  # the loss reads them
+            mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
+            std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
+            scored = replace(scored, mean=mean, std=std)
+        transitions.append(Transitions(step, states[step], prompts, rows, states[step + 1], scored))
+    return Part(groups, prompts, spec, tuple(transitions), (states[spec.steps].to(policy.device),))
 
 
 class EngineRollouts(Extension):
-    """Rollouts whose samples an engine draws. Replays stay the trainer's, so that the first-ratio check of every run
-    compares the engine's log-probabilities with theirs."""
+    """Rollouts whose samples an engine draws, by the weights that are in place when it is asked: the present ones, or
+    those of an old policy. Replays stay the trainer's, so that the first-ratio check of every run compares the engine's
+    log-probabilities with theirs."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        own = EngineKeys.read(trainer.config)
-        self.engine = Engine(unwrap(own.engine), own.timeout, own.retries)
-        self.lora = LoraSender(self.engine, own.folder)
-        rollouts = trainer.rollouts
-        for spec in rollouts.explorations(0):
-            require(of_rollout(spec, rollouts.grid))
+        self.own = EngineKeys.read(trainer.config)
+        self.engine = Engine(unwrap(self.own.engine), self.own.timeout, self.own.retries)
+        self.lora = LoraSender(self.engine, self.own.folder)
+        for spec in trainer.rollouts.explorations(0):
+            require(of_rollout(spec, trainer.rollouts.grid))
         served = self.engine.info()
         trainer.log(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
                     f"{served.get('version', 'unknown')}")
-        self._attach_engine()
+        trainer.rollouts.drawer = self
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        check(setup)
-
-    def _attach_engine(self) -> None:
-        rollouts: Any = self.trainer.rollouts  # those of a denoiser, as the check of the run says
-        if rollouts.drawer is None:
-            release = EngineKeys.read(self.trainer.config).release
-            rollouts.drawer = EngineSampler(self.engine, self.lora, rollouts, release)
+        """Raise UserError for a run that a stock engine cannot sample, before the model is loaded."""
+        require(of_method(setup.config, setup.method))
+        if setup.all_processes > 1:
+            raise UserError(f"rollout.engine: got {setup.all_processes} processes, expected 1: an engine is driven by "
+                            "one trainer; give the other GPUs to the engine (its --num-gpus)")
+        if seen := [name for name, reward in setup.trained.items() if sees_base(reward)]:
+            raise UserError(f"rollout.engine: the reward {seen[0]!r} compares with the base model's sample of the same "
+                            "initial noise, which only the engine knows: leave it or rollout.engine out")
+        if any(prompt.brings is not None for prompt in setup.split[0]):
+            raise UserError("rollout.engine: prompts bring images or other inputs, which are not sent: leave them or "
+                            "rollout.engine out")
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
-        """Context manager: rollouts that a phase made anew draw by the engine too."""
-        self._attach_engine()
+        cast(DenoisingRollouts, self.trainer.rollouts).drawer = self  # of those that a phase made anew too
         yield
+
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: object
+               ) -> Iterator[Part]:
+        """Yield whole groups, as `growth.explore` does. judge: is not read."""
+        rollouts = cast(DenoisingRollouts, self.trainer.rollouts)
+        policy, group = rollouts.policy, explorations[0].group
+        grid, _ = rollouts.grid_of(conditioning.sizes[0] if conditioning.sizes else None)
+        for spec in explorations:
+            require(of_rollout(spec, grid))
+        if self.own.release:
+            self.engine.resume()
+        self.lora.sync(policy.pipe, list(policy.weights.modules))
+        first, count = 0, len(conditioning.prompts)
+        with ThreadPoolExecutor(TOGETHER, "engine") as threads:
+            for prompts in torch.arange(count).split(rollouts.together(count)):
+                for number, spec in enumerate(explorations):
+                    leaves = [[seed(int(p), number * group + leaf) for leaf in range(group)] for p in prompts]
+                    asked = requests(policy, conditioning, prompts.tolist(), leaves, spec,
+                                     rollouts.geometry.micro_batch)
+                    samples = [*chain.from_iterable(threads.map(self.engine.rollout, asked))]
+                    policy.evaluations += len(samples) * spec.steps
+                    groups = range(first, first := first + len(prompts))
+                    yield part_of(policy, conditioning, samples, groups, prompts.repeat_interleave(group), spec)
+        self.lora.require_held()
+        if self.own.release:
+            self.engine.release()
 
     def close(self) -> None:
         self.lora.close()

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from flowgrpo.contrib.engine import faults
 from flowgrpo.contrib.engine.client import Engine, EngineError, Sample
 from flowgrpo.contrib.engine.lora import LoraSender
-from flowgrpo.contrib.engine.sampler import part_of, requests, sample_requests
+from flowgrpo.contrib.engine.sampler import part_of, requests
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.ratios import Guard, PlainRatio, SquaredErrorRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -38,8 +39,6 @@ SHARE = 0.1  # of the clip range that a first log-ratio may take (`training.firs
 @dataclass(frozen=True)
 class Asked:
     """Samples of a comparison: `count` of each prompt, in `steps` steps with noise of a kind ("sde", "cps") and level.
-
-    batches: samples of a request, by row.
     """
 
     prompts: tuple[str, ...]
@@ -49,10 +48,6 @@ class Asked:
     kind: str = "sde"
     level: float = 0.7
     seed: int = 0
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (1, self.count) if self.count > 1 else (1,)
 
 
 @dataclass(frozen=True)
@@ -124,9 +119,9 @@ def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, 
             sender.sync(policy.pipe, list(policy.weights.modules))
         elif sender is not None:
             engine.unset_lora()
-        for batch in asked.batches:
+        for batch in sorted({1, asked.count}):
             asks = requests(policy, conditioning, places, seeds, spec, batch, means=True)
-            found[lora, batch] = sample_requests(engine, asks)
+            found[lora, batch] = [*chain.from_iterable(map(engine.rollout, asks))]
     return found
 
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import PartialRolloutKeys, StalenessKeys
-from flowgrpo.contrib.staleness.drawn import Drawn
 from flowgrpo.contrib.staleness.partial_rollouts import Pool, older, oldest
-from flowgrpo.contrib.staleness.rollout_ranks import KEY, RolloutRanks
+from flowgrpo.contrib.staleness.rollout_ranks import KEY, Drawn, RolloutRanks
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.distributed.sides import Side
 from flowgrpo.methods import capabilities
@@ -126,7 +125,6 @@ class Staleness(Extension):
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The summary of the run, in which processes may only sample."""
         if self.ranks is None:
             return run()
         return self.ranks.follow(self._sample_epoch) if self.ranks.side.samples else self.ranks.lead(run)
@@ -215,9 +213,8 @@ class Staleness(Extension):
             drawn.scorer.end(drop=dropped)
 
     def _submit(self, drawn: Drawn, part: Part, outputs: Sequence[Outputs | None]) -> None:
-        assert drawn.conditioning is not None, "prompts are encoded first"
         drawn.pending += sampling.submit(self.run, unwrap(drawn.scoring), unwrap(drawn.scorer), drawn.prompts, part,
-                                         outputs, drawn.conditioning)
+                                         outputs, unwrap(drawn.conditioning))
 
     def _make_epoch(self, drawn: Drawn, scores: torch.Tensor) -> Epoch:
         """Epoch of the scores [P,G,R] of all processes, and of parts whose old policy is the present one."""
@@ -230,12 +227,11 @@ class Staleness(Extension):
         parts, self.weights = drawn.parts, []
         if drawn.update != run.optimization.update:
             parts = run.with_oom_retry(partial(self.decouple, drawn), "update")
-        assert drawn.conditioning is not None, "an epoch that is scored is encoded"
-        return Epoch(epoch_batch, drawn.prompts, parts, drawn.conditioning)
+        return Epoch(epoch_batch, drawn.prompts, parts, unwrap(drawn.conditioning))
 
     def decouple(self, drawn: Drawn) -> list[Part]:
         """Parts of an epoch that older weights drew, scored by the present ones."""
-        run, self.weights = self.run, []
+        run = self.run
         with torch.no_grad(), run.clock("rescore"), run.processes.collective():
             parts = [decouple_part(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio,
                                    self.cap)
@@ -250,21 +246,22 @@ class Staleness(Extension):
         Of partial rollouts: the share of trained tokens older than their epoch's draw, and the number of groups that
         go on. With processes that only sample: the bytes that they sent and received.
         """
-        assert self.current is not None, "no epoch is drawn"
+        current = unwrap(self.current)
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])
         weight, above, count = self.run.processes.gather(sums[None]).sum(0).tolist()
-        (before, every), pool = self.current.older, self.pool
-        sent = {}
+        metrics: Metrics = {"staleness/epochs": current.epoch - current.at,
+                            "staleness/weight": weight / count if count else 1.0,
+                            "staleness/above": above / max(count, 1)}
+        if self.pool is not None:
+            before, every = current.older
+            metrics |= {"partial/older": before / every, "partial/groups": len(self.pool.groups)}
         if self.ranks is not None:
             self.ranks.publish(self.run.epoch + 1)
-            sent = self.ranks.bytes()
-        return {"staleness/epochs": self.current.epoch - self.current.at,
-                "staleness/weight": weight / count if count else 1.0, "staleness/above": above / max(count, 1)} | (
-            {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {}) | sent
+            metrics |= self.ranks.bytes()
+        return metrics
 
     def close(self) -> None:
-        """Drop the scores that are not computed yet."""
         for drawn in self.queue:
             if drawn.scorer is not None:
                 drawn.scorer.end(drop=True)

@@ -83,7 +83,6 @@ class Pool:
                          "fresh": [[as_line(prompt), seeds] for prompt, seeds in self.fresh]}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the groups of a checkpoint; without any, start anew."""
         prompts = of_records(values.get("begun", []))
         self.groups = [Waiting(prompt, Begun(**within(tensors, f"{place}."))) for place, prompt in enumerate(prompts)]
         fresh = values.get("fresh", [])

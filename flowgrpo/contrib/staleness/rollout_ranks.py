@@ -9,10 +9,10 @@ the weights by which the next N epochs are drawn, so that a resumed run draws th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -23,16 +23,18 @@ from torch import Tensor, distributed
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import StalenessKeys
-from flowgrpo.contrib.staleness.drawn import Drawn
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import AUTO
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.sides import Side
 from flowgrpo.distributed.signals import TICK, Stopped
 from flowgrpo.errors import UserError
+from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training import sampling
 from flowgrpo.training.extension import Run
+from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import SAMPLING, restore_part, store_part
 from flowgrpo.types import unwrap
 
@@ -69,6 +71,31 @@ def rollout_ranks(config: Config, processes: int) -> int:
     return count
 
 
+@dataclass(eq=False)
+class Drawn:
+    """Epoch that is drawn and waits for its update.
+
+    batch: its prompts on all processes; prompts: those of this one.
+    at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
+    older: of partial rollouts, as of `partial_rollouts.older`.
+    conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
+    pending: the futures of the scores of every part, one per granularity.
+    """
+
+    epoch: int
+    at: int
+    update: int
+    batch: list[Prompt]
+    prompts: list[Prompt]
+    parts: list[Part] = field(default_factory=list)
+    outputs: list[Sequence[Outputs | None]] = field(default_factory=list)
+    older: tuple[int, int] = (0, 1)
+    conditioning: Encoded | None = None
+    scoring: Scoring | None = None
+    scorer: sampling.Scorer | None = None
+    pending: list[Future[Tensor]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, eq=False)
 class Version:
     """Trained weights that an epoch is drawn by: those after `epoch` epochs, fp32 [n] on the CPU. update: optimizer
@@ -78,11 +105,6 @@ class Version:
     update: int
     memory: dict[str, Any]
     weights: Tensor
-
-    @classmethod
-    def of(cls, run: Run, epoch: int) -> Version:
-        weights = [values.float().flatten() for values in run.policy.weights.snapshot().values()]
-        return cls(epoch, run.optimization.update, copy.deepcopy(run.memory), torch.cat(weights))
 
     @torch.no_grad()
     def enter(self, run: Run) -> None:
@@ -125,8 +147,10 @@ class RolloutRanks:
 
     def publish(self, epoch: int) -> None:
         """Send the weights after so many epochs."""
-        if self.run.processes.first:
-            version = Version.of(self.run, epoch)
+        run = self.run
+        if run.processes.first:
+            weights = torch.cat([values.float().flatten() for values in run.policy.weights.snapshot().values()])
+            version = Version(epoch, run.optimization.update, copy.deepcopy(run.memory), weights)
             self.kept = [each for each in self.kept if epoch - self.bound <= each.epoch < epoch] + [version]
             self._send(version)
 
@@ -167,9 +191,13 @@ class RolloutRanks:
         share = len(drawn.batch) // len(messages)
         for place, message in enumerate(messages):
             shift = place * share - run.processes.rank * len(drawn.prompts)
-            drawn.parts += [moved(restore_part(tensors, values, run.rollouts, drawn.epoch), shift)
-                            for tensors, values in message["parts"]]
-            self.sample_bytes += sum(tensor.nbytes for tensors, _ in message["parts"] for tensor in tensors.values())
+            for tensors, values in message["parts"]:
+                part = restore_part(tensors, values, run.rollouts, drawn.epoch)
+                drawn.parts.append(replace(
+                    part, groups=range(part.groups.start + shift, part.groups.stop + shift),
+                    prompts=part.prompts + shift,
+                    transitions=tuple(replace(taken, prompts=taken.prompts + shift) for taken in part.transitions)))
+                self.sample_bytes += sum(tensor.nbytes for tensor in tensors.values())
             if run.processes.rank == 0:  # it counts and shows for all
                 drawn.scoring.add_found(*message["found"])
                 run.policy.evaluations += message["spent"][0]
@@ -269,27 +297,17 @@ class RolloutRanks:
             scores = sampling.columns(run, [future.result() for future in drawn.pending])
             about = {"epoch": drawn.epoch, "at": drawn.at, "update": drawn.update, "batch": drawn.batch,
                      "scores": scores, "spent": spent, "found": unwrap(drawn.scoring).found()}
-            for rank, parts in enumerate(self._shares(drawn)):
-                distributed.send_object_list([about | {"parts": [store_part(part) for part in parts]}], rank, side.up)
+            # To each process the parts that it trains.
+            own, first = len(drawn.batch) // side.trains, run.processes.rank * len(drawn.prompts)
+            for part in drawn.parts:
+                if (first + part.groups.start) // own != (first + part.groups.stop - 1) // own:
+                    raise UserError(f"{KEY}: a micro-batch that was lowered for memory takes groups of two processes "
+                                    "that train: lower train.micro_batch")
+            for rank in range(side.trains):
+                parts = [store_part(part) for part in drawn.parts if (first + part.groups.start) // own == rank]
+                distributed.send_object_list([about | {"parts": parts}], rank, side.up)
         for rank in range(side.trains):
             distributed.send_object_list([None], rank, side.up)
-
-    def _shares(self, drawn: Drawn) -> Iterator[list[Part]]:
-        """The parts that each of the processes that train has. Raises UserError for a part of two."""
-        own, first = len(drawn.batch) // self.side.trains, self.run.processes.rank * len(drawn.prompts)
-        for part in drawn.parts:
-            if (first + part.groups.start) // own != (first + part.groups.stop - 1) // own:
-                raise UserError(f"{KEY}: a micro-batch that was lowered for memory takes groups of two processes that "
-                                "train: lower train.micro_batch")
-        for rank in range(self.side.trains):
-            yield [part for part in drawn.parts if (first + part.groups.start) // own == rank]
-
-
-def moved(part: Part, shift: int) -> Part:
-    """The part among prompts of which so many more come before its own."""
-    transitions = tuple(replace(taken, prompts=taken.prompts + shift) for taken in part.transitions)
-    return replace(part, groups=range(part.groups.start + shift, part.groups.stop + shift),
-                   prompts=part.prompts + shift, transitions=transitions)
 
 
 def counted(processes: int) -> str:

@@ -122,7 +122,16 @@ class Calibration:
         what it has more than the signal is rounding.
         """
         target, most = self.target * left, HIGHEST / rate
-        factor, signal, scaled = self._step(lambda factor: measure(self.reach * factor) / self.reach, target, most)
+
+        def read(factor: float) -> float:
+            return measure(self.reach * factor) / self.reach
+
+        known = None if self.floor is None else read(1.0)
+        if known is not None and math.isfinite(known) and \
+                known <= SPIKE * max(target, 2 * unwrap(self.floor) / self.reach):
+            factor, signal, scaled = 1.0, known, False
+        else:
+            factor, signal, scaled = *step_factor(read, target, most, known), True
         self.floor = rounding(measure(factor), signal)
         if scaled:
             self.scale, self.moved = self.scale * factor, self.target
@@ -136,15 +145,6 @@ class Calibration:
         if self.is_finished:
             self.scale = geometric_mean(self.scales)
         return factor
-
-    def _step(self, signal: Measure, target: float, most: float) -> tuple[float, float, bool]:
-        """Factor of a step, its signal, and whether it is scaled."""
-        if self.floor is None:
-            return *step_factor(signal, target, most), True
-        known = signal(1.0)
-        if math.isfinite(known) and known <= SPIKE * max(target, 2 * self.floor / self.reach):
-            return 1.0, known, False
-        return *step_factor(signal, target, most, known), True
 
 
 VELOCITY, NATS = 0.015, 0.2  # targets of images and clips, and of texts
@@ -172,7 +172,6 @@ class StepSize(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        """Raise UserError for a run whose steps cannot be sized."""
         config, method = setup.config, setup.method
         can = method.target.has_logp or isinstance(method.target, targets.NoisedFinals)
         wrong = {f"a method that trains {method.target.trains}": not can or config.preferences is not None,
@@ -256,7 +255,6 @@ class StepSize(Extension):
         return {}, asdict(self.calibration)
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; without any, begin anew."""
         known = {name: values[name] for name in ("scale", "floor", "done", "moved", "scales") if name in values}
         own = self.calibration
         self.calibration = Calibration(own.target, own.updates, own.reach, **known)

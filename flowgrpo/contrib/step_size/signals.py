@@ -39,25 +39,6 @@ def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
     return found
 
 
-def relative(before: Reading, after: Reading) -> list[float]:
-    """Squared norms (of the change, of what it was) of velocities."""
-    change = sum((new.double() - old.double()).square().sum().item() for old, new in zip(before, after, strict=True))
-    return [change, sum(old.double().square().sum().item() for old in before)]
-
-
-def divergence(before: Reading, after: Reading) -> list[float]:
-    """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, 0 elsewhere.
-
-    KL(before || after) is estimated by the sum of exp(d) - 1 - d over tokens, d the change of the log-probability
-    (Schulman's k3).
-    """
-    total, rows = 0.0, 0
-    for old, new in zip(before, after, strict=True):
-        apart = (new.double() - old.double()).clamp(-LARGEST, LARGEST)
-        total, rows = total + (torch.expm1(apart) - apart).sum().item(), rows + len(old)
-    return [total, float(rows)]
-
-
 class Velocity:
     """|dv| / |v|: relative change of the predicted velocity, or noise, on recorded states.
 
@@ -67,7 +48,6 @@ class Velocity:
 
     name = "relative change of the predicted velocity"
     reach = 8.0
-    sums = staticmethod(relative)
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
@@ -92,6 +72,13 @@ class Velocity:
             found.append(output.detach().float())
         return found
 
+    @staticmethod
+    def sums(before: Reading, after: Reading) -> list[float]:
+        """Squared norms (of the change, of what it was) of velocities."""
+        pairs = zip(before, after, strict=True)
+        return [sum((new.double() - old.double()).square().sum().item() for old, new in pairs),
+                sum(old.double().square().sum().item() for old in before)]
+
     def size(self, change: float, divisor: float) -> float:
         return math.sqrt(change / divisor) if divisor else 0.0
 
@@ -101,7 +88,6 @@ class Tokens:
 
     name = "sqrt(2 KL) of a completion"
     reach = 2.0
-    sums = staticmethod(divergence)
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
@@ -125,6 +111,20 @@ class Tokens:
     def _mask_logp(logp: Tensor, part: Part) -> Tensor:
         """Log-probabilities [m,L] on the CPU, 0 where a token does not count."""
         return logp.cpu().float().masked_fill(~part.transitions[0].old.mask.cpu(), 0.0)
+
+    @staticmethod
+    def sums(before: Reading, after: Reading) -> list[float]:
+        """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, 0
+        elsewhere.
+
+        KL(before || after) is estimated by the sum of exp(d) - 1 - d over tokens, d the change of the log-probability
+        (Schulman's k3).
+        """
+        total, rows = 0.0, 0
+        for old, new in zip(before, after, strict=True):
+            apart = (new.double() - old.double()).clamp(-LARGEST, LARGEST)
+            total, rows = total + (torch.expm1(apart) - apart).sum().item(), rows + len(old)
+        return [total, float(rows)]
 
     def size(self, change: float, divisor: float) -> float:
         return math.sqrt(2 * max(change, 0.0) / divisor) if divisor else 0.0

@@ -323,12 +323,10 @@ class VotedEpochs(Extension):
                         for place, text in enumerate(drawn.prompts)]
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Votes that taught the head, its evidence, and the share of the last batch that it foretold."""
         self.voter.tell(updates=self.run.optimization.update)
         return self.metrics
 
     def on_measured(self, measured: Measured) -> Metrics:
-        """Show the looks of held-out images, as shares of the base's."""
         self.voter.tell(looks=measured.looks.relative_to(self.run.progress.base))
         return {}
 

@@ -14,7 +14,7 @@ from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.learned_rewards import preference
 from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, LOOKS, DenoiserHead
-from flowgrpo.contrib.taste.head import CHANCE, Belief, Head
+from flowgrpo.contrib.taste.head import CHANCE, Belief
 from flowgrpo.contrib.taste.loop import CHECKS, FEATURES, ROUNDS, VOTES, Taste, read_belief, seen_by
 from flowgrpo.contrib.taste.votes import VoteLog
 from flowgrpo.data import provenance, sets
@@ -118,18 +118,6 @@ def belief_of(folder: Path, log: VoteLog) -> Belief | None:
     return read_belief(folder, log, max(batches) + 1) if batches else None
 
 
-def save_head(folder: Path, head: Head, config: Config, measured: Mapping[str, Any]) -> None:
-    """Write a head as a folder that `--reward` takes. config: of the pipeline whose states it scores."""
-    network, width = DenoiserHead(None, len(head.weight)), len(head.weight)
-    network.scale.copy_(head.scale)
-    network.weight.copy_(head.weight)
-    known = preference.Description({OVERALL: preference.Aspect()},
-                                   {"kind": DENOISER, "model": config.model, "call": config.call, "width": width,
-                                    "evidence": True, "sees": seen_by(config.folder)},
-                                   dict(measured))
-    preference.save(folder, network, known)
-
-
 def trained_epochs(folder: Path) -> int:
     """The number of epochs of a session that made an update."""
     return sum(bool(line.get("trained_updates")) for line in read_lines(folder / "metrics.jsonl", "epoch"))
@@ -143,7 +131,15 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
     belief, trained = belief_of(folder, log), trained_epochs(folder)
     if belief is None or not (trained or belief.convinced):
         return {}
-    save_head(folder / REWARD, belief.head(), config, {"votes": belief.votes, "evidence": belief.evidence})
+    # The head as a folder that `--reward` takes.
+    head = belief.head()
+    network, width = DenoiserHead(None, len(head.weight)), len(head.weight)
+    network.scale.copy_(head.scale)
+    network.weight.copy_(head.weight)
+    about = {"kind": DENOISER, "model": config.model, "call": config.call, "width": width, "evidence": True,
+             "sees": seen_by(folder)}
+    preference.save(folder / REWARD, network, preference.Description(
+        {OVERALL: preference.Aspect()}, about, {"votes": belief.votes, "evidence": belief.evidence}))
     if not trained:
         return {}
     (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head

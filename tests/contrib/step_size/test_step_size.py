@@ -190,7 +190,7 @@ class Linear:
 
     def measure(self, factor: float) -> float:
         self.weight = self.before + factor * self.change
-        change, was = signals.relative([self.x @ self.before.T], [self.x @ self.weight.T])
+        change, was = signals.Velocity.sums([self.x @ self.before.T], [self.x @ self.weight.T])
         return math.hypot(math.sqrt(change / was), self.floor)
 
 
@@ -209,9 +209,9 @@ def test_relative_change_of_a_linear_velocity_is_that_of_its_weight():
     toy = Linear()
     toy.step(0.01)
     before, after = [toy.x @ toy.before.T], [toy.x @ toy.weight.T]
-    change, was = signals.relative(before, after)
+    change, was = signals.Velocity.sums(before, after)
     assert math.sqrt(change / was) == pytest.approx(toy.exact(), rel=1e-12)
-    assert signals.relative(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
+    assert signals.Velocity.sums(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
 
 
 @pytest.mark.fast
@@ -221,7 +221,7 @@ def test_z_of_tokens_and_of_gaussian_steps():
     counts = (10 * p).round().long()
     drawn = torch.arange(3).repeat_interleave(counts)
     pairs = torch.cartesian_prod(drawn, drawn)
-    total, rows = signals.divergence([p.log()[pairs]], [q.log()[pairs]])
+    total, rows = signals.Tokens.sums([p.log()[pairs]], [q.log()[pairs]])
     kl = 2 * (p * (p / q).log()).sum().item()
     assert rows == 100 and total / rows == pytest.approx(kl, rel=1e-12)
     # KL of N(m, s^2) to N(m + d, s^2) is d^2 / (2 s^2), so that sqrt(2 KL) is |d| / s.
