@@ -173,8 +173,7 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
         trainer.progress.saving.look(wait=True)
     else:
         trainer.progress.saving.finish_writing()
-    broken = trainer.optimization.update != trainer.progress.saved_counters["update"]
-    broken = broken or spoiled
+    broken = spoiled or trainer.optimization.update != trainer.progress.saved_counters["update"]
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:
         state.save(trainer, folder, wait)

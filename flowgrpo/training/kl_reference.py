@@ -4,7 +4,7 @@ another model for each source of prompts (teachers), or the present policy under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
@@ -86,7 +86,7 @@ class KLReference:
             with self.policy.reference(self.snapshots), processes.collective():
                 self.cached = {}
                 for part in processes.in_step(parts, self.calls_of):
-                    self.cached[id(part)] = self._offload_scores(self.replay(part))
+                    self.cached[id(part)] = [score.to(self.policy.states) for _, _, score in self.replay(part)]
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
         """Keys of parts; processes whose keys are equal call the denoiser alike, in updates and in scoring.
@@ -98,13 +98,15 @@ class KLReference:
         """The reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
         if not self.is_read:
             return []
-        if id(part) in self.cached:
-            return self.cached[id(part)]
+        if id(part) not in self.cached and not self.keep:
+            return [*self._score(part)]
+        if id(part) not in self.cached:
+            self.cached[id(part)] = [score.to(self.policy.states) for score in self._score(part)]
+        return self.cached[id(part)]
+
+    def _score(self, part: Part) -> Iterable[Scored]:
         with self._in_place():
-            if self.keep:
-                self.cached[id(part)] = self._offload_scores(self.replay(part))
-                return self.cached[id(part)]
-            return [score for _, _, score in self.replay(part)]
+            yield from (score for _, _, score in self.replay(part))
 
     @torch.no_grad()
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
@@ -131,9 +133,6 @@ class KLReference:
         if self._present:
             return torch.no_grad()
         return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.snapshots)
-
-    def _offload_scores(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
-        return [score.to(self.policy.states) for _, _, score in replayed]
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
         """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.
@@ -175,28 +174,22 @@ class TeachersReference(KLReference):
     snapshots: of the teachers, in their order. of: int64 [P], the teacher of each of this process's groups.
     """
 
-    @property
-    def _teachers(self) -> Teachers:
-        return cast(Teachers, self.method.loss.reference)
-
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
         super().start_epoch(drawn, rollouts, epoch, epochs)
-        self.of = torch.tensor([self._teachers.place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
+        place = cast(Teachers, self.method.loss.reference).place
+        self.of = torch.tensor([place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         if not self.active:
             return []
-        return held or [self.policy.weights.soup([path], ()) for _, path in self._teachers.models]
+        models = cast(Teachers, self.method.loss.reference).models
+        return held or [self.policy.weights.soup([path], ()) for _, path in models]
 
     def score_all(self, parts: list[Part], processes: Processes) -> None:
         """Do nothing: a part is scored when it is trained."""
 
-    def scores(self, part: Part) -> list[Scored]:
+    def _score(self, part: Part) -> list[Scored]:
         """The scores of a part's transitions by the teachers of their prompts."""
-        if not self.is_read:
-            return []
-        if id(part) in self.cached:
-            return self.cached[id(part)]
         found: list[Scored] = []
         for number in self.of[part.prompts.cpu()].unique().tolist():
             with self.policy.reference(self.snapshots[number:number + 1]):
@@ -204,8 +197,6 @@ class TeachersReference(KLReference):
             own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
             scores = [score for _, _, score in replayed]
             found = [join_rows(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
-        if self.keep:
-            found = self.cached[id(part)] = [score.to(self.policy.states) for score in found]
         return found
 
 
@@ -216,8 +207,7 @@ def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
             return first  # of all rows alike
         return torch.where(rows.to(first.device).view(-1, *[1] * (first.ndim - 1)), second, first)
 
-    names: Sequence[str] = ("logp", "mean", "entropy")
-    fields: dict[str, Any] = {name: select(getattr(one, name), getattr(other, name)) for name in names}
+    fields: Any = {name: select(getattr(one, name), getattr(other, name)) for name in ("logp", "mean", "entropy")}
     std = one.std if one.std is None or one.std.ndim < 2 else select(one.std, other.std)
     return replace(one, **fields, std=std)
 
