@@ -24,7 +24,6 @@ from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS, RATES
 
-
 # Texts that keys do not take: what is expected, the keys, and whether a text is refused.
 REFUSED: tuple[tuple[str, tuple[str, ...], Callable[[str], bool]], ...] = (
     ("the name of one folder, without slashes", ("name",),
