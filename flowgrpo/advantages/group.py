@@ -149,17 +149,9 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
     return advantages.masked_fill(rewards.isnan(), 0)
 
 
-def combine(
-    rewards: Tensor,
-    weights: Tensor | Sequence[float],
-    scale: str = "group",
-    order: str = "advantages",
-    clamp: float = 5.0,
-    trim: float = 0.0,
-    context: Context | None = None,
-    buffer: int = 32,
-    least: int = 16,
-) -> Tensor:
+def combine(rewards: Tensor, weights: Tensor | Sequence[float], scale: str = "group", order: str = "advantages",
+            clamp: float = 5.0, trim: float = 0.0, context: Context | None = None, buffer: int = 32, least: int = 16
+            ) -> Tensor:
     """Combine several rewards [P, G, R], weighted by `weights` [R], into one advantage [P, G] within +-clamp.
 
     order:

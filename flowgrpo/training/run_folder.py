@@ -9,13 +9,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
 from itertools import count
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flowgrpo import trust
 from flowgrpo.config.parse import load
-from flowgrpo.config.schema import Config, sections
+from flowgrpo.config.schema import Config, keys
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.provenance import PROMPTS
 from flowgrpo.device import AUTO
@@ -107,27 +109,17 @@ def require_same(config: Config, last: Path) -> list[str]:
     if epoch > config.train.epochs:
         raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
                         "more")
-    file = config.folder / "config.yaml"
-    was = _flat(load(file).model_dump(mode="json")) if file.is_file() else {}
-    for key, value in _flat(config.model_dump(mode="json")).items():
-        if key in APART or key not in was or was[key] == value:
+    file, now = config.folder / "config.yaml", config.model_dump(mode="json")
+    before = load(file).model_dump(mode="json") if file.is_file() else now
+    for key in keys():
+        value, was = (reduce(getitem, key.split("."), dumped) for dumped in (now, before))
+        if key in APART or was == value:
             continue
         if key in FIXED:
-            raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was[key]!r}: "
+            raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was!r}: "
                             "keep it, or give the run another name")
-        changes.append(f"{key}: {value}, was {was[key]}")
+        changes.append(f"{key}: {value}, was {was}")
     return changes
-
-
-def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict) and f"{above}{key}" in sections():
-            values |= _flat(value, f"{above}{key}.")
-        else:
-            values[f"{above}{key}"] = value
-    return values
 
 
 def check(setup: Setup) -> None:
