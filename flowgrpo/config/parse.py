@@ -156,7 +156,7 @@ def _in_place(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
                 return str(place) if Path(file).exists() else text
         return text
 
-    return _with_texts(raw, moved)  # type: ignore[no-any-return]
+    return _with_texts(raw, moved)
 
 
 def new_name(key: object) -> str | None:

@@ -217,6 +217,12 @@ class Method:
         return cast(TokenRollout, self.rollout)
 
     @property
+    def off_policy(self) -> bool:
+        """True where samples may be answers of prompts, or be drawn under another input than is learned."""
+        answers = self.for_tokens and self.generation.decoding.expert > 0
+        return answers or any(not getattr(part, "learned", True) for part in (self.expansion, self.redraw))
+
+    @property
     def writes_prompts(self) -> bool:
         """True where the policy writes prompts for later epochs (`contrib.variants`)."""
         return bool(getattr(getattr(self.curriculum, "inner", self.curriculum), "writes", False))

@@ -111,9 +111,7 @@ def _require_loss(method: Method) -> None:
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads rewards as labels, and "
                          f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
                          f"{{type: {_advantages('compares', False)}}}")
-    given = method.for_tokens and method.generation.decoding.expert > 0
-    learned = all(getattr(part, "learned", True) for part in (method.expansion, method.redraw))
-    if loss.surrogate.reads_guided and learned and not given:
+    if loss.surrogate.reads_guided and not method.off_policy:
         answers = ", or parts.decoding.expert: 1" if method.for_tokens else ""
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} is about samples of another policy, "
                          f"and none are: set learned: false of parts.redraw or parts.expansion{answers}")

@@ -4,7 +4,7 @@ another model for each source of prompts (teachers), or the present policy under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
@@ -98,15 +98,19 @@ class KLReference:
         """The reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
         if not self.is_read:
             return []
-        if id(part) not in self.cached and not self.keep:
-            return [*self._score(part)]
-        if id(part) not in self.cached:
-            self.cached[id(part)] = [score.to(self.policy.states) for score in self._score(part)]
-        return self.cached[id(part)]
+        if id(part) in self.cached:
+            return self.cached[id(part)]
+        scores = self._score(part)
+        if self.keep:
+            self.cached[id(part)] = scores
+        return scores
 
-    def _score(self, part: Part) -> Iterable[Scored]:
+    def _score(self, part: Part) -> list[Scored]:
         with self._in_place():
-            yield from (score for _, _, score in self.replay(part))
+            return [self._put_away(score) for _, _, score in self.replay(part)]
+
+    def _put_away(self, score: Scored) -> Scored:
+        return score.to(self.policy.states) if self.keep else score
 
     @torch.no_grad()
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
@@ -197,7 +201,7 @@ class TeachersReference(KLReference):
             own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
             scores = [score for _, _, score in replayed]
             found = [join_rows(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
-        return found
+        return [self._put_away(score) for score in found]
 
 
 def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:

@@ -55,7 +55,7 @@ def of_first(accelerator: Accelerator, find: Callable[[], T]) -> T:
     """What the first process finds, on all."""
     from accelerate.utils import broadcast_object_list
 
-    return broadcast_object_list([find() if accelerator.is_main_process else None])[0]  # type: ignore[no-any-return]
+    return broadcast_object_list([find() if accelerator.is_main_process else None])[0]
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
