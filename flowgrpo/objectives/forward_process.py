@@ -97,10 +97,14 @@ class GroupPreference(OfNoised):
         return error(noised.new) - error(unwrap(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        loss, peers = error(old.new), unwrap(old.peers)
+        loss = error(old.new)
         loss = torch.where(self.clip_mask(log_ratio, advantage, old), loss.detach(), loss)
-        weight = torch.sigmoid(self.beta * over_group(peers.advantage * peers.statistic, peers.members(old.rows)))
-        return weight * advantage * loss
+        return self.weight(old) * advantage * loss
+
+    def weight(self, noised: NoisedBatch) -> Tensor:
+        """Return W of every sample's group: [b, 1]."""
+        peers = unwrap(noised.peers)
+        return torch.sigmoid(self.beta * over_group(peers.advantage * peers.statistic, peers.members(noised.rows)))
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)

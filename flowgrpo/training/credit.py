@@ -72,9 +72,8 @@ def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
 
 def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
     needs, group = trainer.method.needs, trainer.config.train.group
-    measured: dict[str, Tensor] = {}
-    for name, value in trainer.processes.gather_named(leaves_of(parts)).items():
-        measured[name] = value.unflatten(0, (-1, group)).float()
+    measured = {name: value.unflatten(0, (-1, group)).float()
+                for name, value in trainer.processes.gather_named(leaves_of(parts)).items()}
     return SampleMeasures(
         logp=measured["logp"],
         reference=measured["reference"] if "reference" in needs else None,
