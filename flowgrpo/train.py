@@ -188,6 +188,4 @@ class Trainer:
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Repeat work with half the micro-batch while memory runs out. phase: its name, or the clock's."""
-        draws_tokens = self.policy.unit == "tokens" and not phase
-        return endings.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
-                                      partial(endings.report, self), draws_tokens)
+        return endings.with_oom_retry(self, work, phase)

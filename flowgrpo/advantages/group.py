@@ -101,16 +101,11 @@ def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
       "leave_one_out"  less the mean of the others, n/(n-1) times the rewards less the mean of the group's n, no
                        division (RLOO, 2402.14740; LOOP, 2502.01600).
     """
-    (rewards,) = wide(rewards)
-    return _relative(rewards.double(), scale).to(rewards.dtype)
-
-
-def _relative(rewards: Tensor, scale: str) -> Tensor:
-    """`group_relative` of float64 rewards."""
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}, expected one of {', '.join(SCALES)}")
     if rewards.ndim != 2:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}, expected [prompts, samples per prompt]")
+    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
     advantages = centre(rewards)
     if scale == "group":
         advantages = advantages / (group_std(rewards)[:, None] + 1e-8)
@@ -120,7 +115,7 @@ def _relative(rewards: Tensor, scale: str) -> Tensor:
     if scale == "leave_one_out":
         count = (~rewards.isnan()).sum(dim=1, keepdim=True)
         advantages = advantages * count / (count - 1).clamp(min=1)
-    return advantages.masked_fill(_without_variance(rewards)[:, None], 0)
+    return advantages.masked_fill(zero_variance(rewards)[:, None], 0).to(dtype)
 
 
 def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32, least: int = 16) -> Tensor:
@@ -154,17 +149,9 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
     return advantages.masked_fill(rewards.isnan(), 0)
 
 
-def combine(
-    rewards: Tensor,
-    weights: Tensor | Sequence[float],
-    scale: str = "group",
-    order: str = "advantages",
-    clamp: float = 5.0,
-    trim: float = 0.0,
-    context: Context | None = None,
-    buffer: int = 32,
-    least: int = 16,
-) -> Tensor:
+def combine(rewards: Tensor, weights: Tensor | Sequence[float], scale: str = "group", order: str = "advantages",
+            clamp: float = 5.0, trim: float = 0.0, context: Context | None = None, buffer: int = 32, least: int = 16
+            ) -> Tensor:
     """Combine several rewards [P, G, R], weighted by `weights` [R], into one advantage [P, G] within +-clamp.
 
     order:
@@ -181,7 +168,7 @@ def combine(
 
     def compare(reward: Tensor, column: int) -> Tensor:
         if scale != "running":
-            return _relative(reward, scale)
+            return group_relative(reward, scale)
         assert context is not None, "scale 'running' compares with earlier epochs: it needs a context"
         return running(reward, context, column, buffer, least)
 
@@ -239,12 +226,8 @@ def below(rewards: Tensor, width: int) -> Tensor:
 
 def zero_variance(rewards: Tensor) -> Tensor:
     """Groups of rewards [P, G] without variance or with fewer than two applicable rewards: bool [P]."""
-    return _without_variance(rewards.double())
-
-
-def _without_variance(rewards: Tensor) -> Tensor:
-    largest = rewards.abs().nan_to_num(0).amax(dim=1)
-    return group_std(rewards) <= RELATIVE_NOISE * largest
+    rewards = rewards.double()
+    return group_std(rewards) <= RELATIVE_NOISE * rewards.abs().nan_to_num(0).amax(dim=1)
 
 
 def centre(rewards: Tensor) -> Tensor:

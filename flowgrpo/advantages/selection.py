@@ -219,8 +219,7 @@ def widest(scores: Tensor, n: int) -> Tensor:
 
 
 def _siblings(scores: Tensor, context: Context | None) -> Tensor:
-    """Leaf scores [P, G] by the state that they leave at the last split, all of a group without one:
-    [P, n, siblings]."""
+    # Leaf scores [P, G] by the state that they leave at the last split, all of a group without one: [P, n, siblings].
     last = context.groups.splits[-1] if context and context.groups.splits else scores.shape[1]
     return scores.unflatten(1, (-1, last))
 

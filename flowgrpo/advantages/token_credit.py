@@ -250,8 +250,7 @@ class SegmentChain(TokenCredit):
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         assert isinstance(taken, Segmented), "its rollout records segments"
-        values = taken.values.clone()
-        old = taken.old
+        values, old = taken.values.clone(), taken.old
         values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
         token_advantages = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
         return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
@@ -271,9 +270,7 @@ class SegmentTree(TokenCredit):
     cut: Annotated[float, Above(0, to=1)] = 0.9
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
-        old = taken.old
-        mask = taken.old.mask.cpu()
-        rewards = totals.flatten()
+        old, mask, rewards = taken.old, taken.old.mask.cpu(), totals.flatten()
         steps = steps_of(taken.ids, mask, self.every)
         states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
         values, sharing = shared_values(states, rewards)

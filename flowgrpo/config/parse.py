@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = 
     raw: its keys, with `given`, the dotted ones of the command line, in place. named: their values. flag: the
     command's that allows it.
     """
-    files = [file for file in _files(recipes.locate(recipe)) if not recipes.is_packaged(file)]
+    files = [file for file, _ in _chain(recipes.locate(recipe)) if not recipes.is_packaged(file)]
     if files:
         first = next(filter(recipes.foreign, files), files[0])
         written = [key for key, field in fields().items() if facts(field).writes]
@@ -53,39 +53,40 @@ def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
     """Keys of a recipe, with those of recipes that it extends and its name. Raises UserError as `load`."""
-    path = recipes.locate(recipe)
-    raw = _read_recipe(path)
-    raw.setdefault("name", path.stem)
-    validate(raw, where=str(path))
+    path, raw = recipes.locate(recipe), dict[str, Any]()
+    for file, own in reversed([*_chain(path)]):
+        raw = recipes.merge(raw, own)
+        if file == path:
+            raw.setdefault("name", path.stem)
+        validate(raw, where=str(file))
     return raw
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A recipe with its own keys, then the one that it extends, and so on."""
     below: list[Path] = []
-    base: Path | None = path
-    while base is not None:
-        yield base
-        below.append(base)
-        base = recipes.base_of(read_yaml(base), base, below[:-1])
-
-
-def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
-    """A recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
-    raw = read_yaml(path)
-    base = recipes.base_of(raw, path, below)
-    if base is None:
-        return raw
-    inherited = _read_recipe(base, (*below, path))
-    validate(inherited, where=str(base))
-    return recipes.merge(inherited, raw)
+    file: Path | None = path
+    while file is not None:
+        raw = read_yaml(file)
+        base = recipes.base_of(raw, file, below)
+        yield file, raw
+        below, file = [*below, file], base
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
-    """Validate a nested dictionary. Raises UserError with the path of the first wrong key."""
+    """Validate a nested dictionary, with the home folder in place of each ~/ that begins a text or a key. Raises
+    UserError with the path of the first wrong key."""
+    def checked(text: str, path: str) -> str:
+        if why := unsafe(text):
+            raise UserError(f"{where}: {path}: got {text!r}, expected a text without {why}")
+        try:
+            return text if path in TEXTS else at_home(text)
+        except UserError as error:
+            raise UserError(f"{where}: {path}: {error}") from None
+
     features.require()
-    _require_text(raw, where)
     try:
-        return Config.model_validate(_at_home(raw, where))
+        return Config.model_validate(_with_texts(raw, checked))
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error.errors())}") from None
 
@@ -93,26 +94,14 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
 TEXTS = ("name", "negative_prompt", "text.system")  # keys of texts that are no path
 
 
-def _at_home(value: Any, where: str, path: str = "") -> Any:
-    """Value with the home folder in place of each ~/ that begins a text or a key."""
+def _with_texts(value: Any, change: Callable[[str, str], str], path: str = "") -> Any:
+    """A nested value with change(text, path) in place of each text, also of keys. path: dotted, of the value."""
     if isinstance(value, dict):
-        return {_at_home(key, where, path): _at_home(inner, where, f"{path}.{key}".lstrip("."))
+        return {_with_texts(key, change, path): _with_texts(inner, change, f"{path}.{key}".lstrip("."))
                 for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_at_home(inner, where, path) for inner in value]
-    try:
-        return at_home(value) if isinstance(value, str) and path not in TEXTS else value
-    except UserError as error:
-        raise UserError(f"{where}: {path}: {error}") from None
-
-
-def _require_text(value: Any, where: str, path: str = "") -> None:
-    if isinstance(value, str) and (why := unsafe(value)):
-        raise UserError(f"{where}: {path}: got {value!r}, expected a text without {why}")
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, inner in entries:
-        _require_text(key, where, path)
-        _require_text(inner, where, f"{path}.{key}".lstrip("."))
+        return [_with_texts(inner, change, f"{path}.{place}") for place, inner in enumerate(value)]
+    return change(value, path) if isinstance(value, str) else value
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -159,19 +148,15 @@ def _in_place(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     if was.resolve() == folder.resolve():
         return raw
 
-    def moved(value: Any, path: str = "") -> Any:
-        if isinstance(value, dict):
-            return {moved(key): moved(inner, f"{path}.{key}".lstrip(".")) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [moved(inner, path) for inner in value]
-        for begin in (f"{was}/", f"{was.resolve()}/") if isinstance(value, str) and path not in TEXTS else ():
-            if (name := value.removeprefix("./")).startswith(begin):
+    def moved(text: str, path: str) -> str:
+        for begin in (f"{was}/", f"{was.resolve()}/") if path not in (*TEXTS, "output") else ():
+            if (name := text.removeprefix("./")).startswith(begin):
                 place = folder / name[len(begin):]
                 file = str(place).rpartition(":")[0] if ".py:" in place.name else place
-                return str(place) if Path(file).exists() else value
-        return value
+                return str(place) if Path(file).exists() else text
+        return text
 
-    return {key: value if key == "output" else moved(value, key) for key, value in raw.items()}
+    return _with_texts(raw, moved)
 
 
 def new_name(key: object) -> str | None:

@@ -9,11 +9,12 @@ run again unchanged.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import DENOISERS, LEFT_TO_RIGHT, Section, When, key
@@ -22,6 +23,16 @@ from flowgrpo.config.sections import Adapter, Eval, Guard, Image, Load, Memory, 
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS, RATES
+
+# Texts that keys do not take: what is expected, the keys, and whether a text is refused.
+REFUSED: tuple[tuple[str, tuple[str, ...], Callable[[str], bool]], ...] = (
+    ("the name of one folder, without slashes", ("name",),
+     lambda text: text in (".", "..") or Path(text).name != text),
+    ("a prompt set, a file of this machine, or hub:OWNER/NAME: download a file first", ("prompts",),
+     lambda text: "://" in text),
+    ("the path of a folder: $HOME, or ./~ for a folder of that name", ("output",), lambda text: text == "~"),
+    ("a text that is not blank, without control characters and changes of direction", ("name", "output"),
+     lambda text: plain(text) != text or "\n" in text or "\t" in text or not text.strip()))
 
 
 class Config(Section):
@@ -71,33 +82,13 @@ class Config(Section):
     guard: Guard = Guard()
     eval: Eval = Eval()
 
-    @field_validator("name")
+    @field_validator("name", "prompts", "output")
     @classmethod
-    def _one_folder(cls, name: str) -> str:
-        if name in (".", "..") or Path(name).name != name:
-            raise ValueError("the name of one folder, without slashes")
-        return name
-
-    @field_validator("prompts")
-    @classmethod
-    def _here(cls, prompts: str) -> str:
-        if "://" in prompts:
-            raise ValueError("a prompt set, a file of this machine, or hub:OWNER/NAME: download a file first")
-        return prompts
-
-    @field_validator("output")
-    @classmethod
-    def _no_home(cls, path: str) -> str:
-        if path == "~":
-            raise ValueError("the path of a folder: $HOME, or ./~ for a folder of that name")
-        return path
-
-    @field_validator("name", "output")
-    @classmethod
-    def _printable(cls, path: str) -> str:
-        if plain(path) != path or "\n" in path or "\t" in path or not path.strip():
-            raise ValueError("a text that is not blank, without control characters and changes of direction")
-        return path
+    def _fits(cls, text: str, info: ValidationInfo) -> str:
+        for expected, of, wrong in REFUSED:
+            if info.field_name in of and wrong(text):
+                raise ValueError(expected)
+        return text
 
     @field_validator("reward")
     @classmethod

@@ -145,12 +145,11 @@ class Method:
     def of_flows_alone(self) -> list[str]:
         """The names of the parts that a variance-preserving process cannot have."""
         denoising = self.denoising
-        step_weight = self.loss.step_weight
         takes = {"kernel": type(_inner(denoising.kernel)) in (*_FORMS, *_FORMS.values()),
                  "solver": isinstance(denoising.solver, kernels.Euler),
                  "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
-                 "step_weight": not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma))}
+                 "step_weight": not isinstance(self.loss.step_weight, (objectives.InverseDelta, objectives.Sigma))}
         return [name for name, fits in takes.items() if not fits]
 
     def _on_vp(self, given: Collection[str]) -> Method:
@@ -167,8 +166,7 @@ class Method:
     def _with_form(self, forms: dict[Any, Any]) -> Method:
         kernel: Any = self.denoising.kernel
         inner = _inner(kernel)
-        form = forms.get(type(inner))
-        if form is None:
+        if (form := forms.get(type(inner))) is None:
             return self
         there = form(*dataclasses.astuple(inner))
         return self.having(kernel=there if inner is kernel else replace(kernel, kernel=there))
@@ -249,11 +247,6 @@ class Method:
         return self.credit.shaping is not None and self.credit.shaping.reads_reference
 
     @property
-    def has_quality_head(self) -> bool:
-        """True where draws are pruned by a head that the run trains."""
-        return self.for_tokens and bool(getattr(self.generation.draws, "trains_head", False))
-
-    @property
     def needs(self) -> frozenset[str]:
         """Names of measures that the credit reads, such as "entropy": `AdvantageRule.needs`."""
         spread = self.credit.spread
@@ -295,10 +288,6 @@ _UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 
-_FIELDS: dict[type, tuple[str, ...]] = {}
-
-
+@functools.cache
 def _fields(record: type[Any]) -> tuple[str, ...]:
-    if record not in _FIELDS:
-        _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
-    return _FIELDS[record]
+    return tuple(field.name for field in dataclasses.fields(record))

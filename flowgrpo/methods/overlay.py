@@ -139,31 +139,29 @@ def _part_type(part: Any, name: Any, path: str) -> type:
     if str(name).startswith(registry.OBJECT):
         raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: pass it again, "
                         "flowgrpo.align(..., method=METHOD), or put its class at the top level of a file")
+    if name in registry.TYPES:
+        if registry.PLACES[name] != place:
+            known = ", ".join(registry.of_place(place))
+            raise UserError(f"{path}.type: got {name}, expected "
+                            f"{'one of ' + known if known else 'a value, not a part'}")
+        return registry.TYPES[name]
+    points = group_entry_points(registry.PART_GROUP)
     if ".py:" in str(name):
-        return _require_place(from_file(name, "part"), name, place, path)
-    if name not in registry.TYPES:
-        points = group_entry_points(registry.PART_GROUP)
-        if name in points:
-            return _require_place(call_user_code(f"part {name!r} does not import", points[name].load), name, place,
-                                  path)
+        cls: Any = from_file(name, "part")
+    elif name in points:
+        cls = call_user_code(f"part {name!r} does not import", points[name].load)
+    else:
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
-    if registry.PLACES[name] != place:
-        known = ", ".join(registry.of_place(place))
-        raise UserError(f"{path}.type: got {name}, expected {'one of ' + known if known else 'a value, not a part'}")
-    return registry.TYPES[name]
-
-
-def _place(path: str) -> str:
-    name = path.rpartition(".")[2]
-    return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
-
-
-def _require_place(cls: Any, name: str, place: str, path: str) -> type:
     base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
         of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""
         raise UserError(f"{path}.type: got {name}, expected a frozen dataclass{of}")
     return cls
+
+
+def _place(path: str) -> str:
+    name = path.rpartition(".")[2]
+    return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
 def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Protocols of parts: what stands in each field of a method's groups.
+"""What stands in each field of a method's groups, by how it is called.
 
 B: rows of a micro-batch; N: decisions of a row, 1 for a denoising step and one per token for a completion; P: prompts;
 G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollout.
@@ -7,7 +7,7 @@ G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Generator, Tensor
 
@@ -29,26 +29,15 @@ class ConfigChecked(Protocol):
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
 
-
-class Kernel(Protocol):
-    """Transition of a step that draws noise."""
-
-    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        """The Gaussian of the state at grid[i+1]. x, v: [B,*D] at grid[i]; grid: [T+1], falling."""
-
-
-class Plan(Protocol):
-    """Choice of the steps that draw noise, split and are trained."""
-
-    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule | tuple[Schedule, ...]:
-        """The schedule of an epoch, or several of which every prompt has each. Raises ValueError."""
-
-
-class Solver(Protocol):
-    """Deterministic step."""
-
-    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
-        """The state [B,*D] at grid[i+1]. previous: the data predicted at step i-1, or None."""
+# Transition of a step that draws noise, (x, v, grid, i): the Gaussian of the state at grid[i+1]. x, v: [B,*D] at
+# grid[i]; grid: [T+1], falling.
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Gaussian]
+# Choice of the steps that draw noise, split and are trained, (steps, epoch, seed): the schedule of an epoch, or several
+# of which every prompt has each. Raises ValueError.
+Plan: TypeAlias = Callable[[int, int, int], Schedule | tuple[Schedule, ...]]
+# Deterministic step, (x, v, grid, i, previous): the state [B,*D] at grid[i+1]. previous: the data predicted at step
+# i-1, or None.
+Solver: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 
 
 class GroupDraw(Protocol):
@@ -82,33 +71,22 @@ class Times(Protocol):
         """The falling times [K] of an epoch, in the grid's dtype."""
 
 
-class Backprop(Protocol):
-    """Last steps of a rollout with a graph."""
+# Last steps of a rollout with a graph, (policy, conditioning, x, exploration, step, generators): the data [B,*D] that
+# the states x [B,*D] of a step become.
+Backprop: TypeAlias = Callable[[Any, Any, Tensor, RolloutSpec, int, Sequence[Generator]], Tensor]
 
-    def __call__(self, policy: Any, conditioning: Any, x: Tensor, exploration: RolloutSpec, step: int,
-                 generators: Sequence[Generator]) -> Tensor:
-        """The data [B,*D] that the states x [B,*D] of a step become."""
+# --- credit and loss -------------------------------------------------------------------------------------------------
 
-
-# --- credit ----------------------------------------------------------------------------------------------------------
-
-
-class Selection(Protocol):
-    """Choice of the samples that are trained."""
-
-    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
-        """The mask of the trained samples, bool [P,G]. scores: their advantages [P,G]."""
-
-
-# --- loss ------------------------------------------------------------------------------------------------------------
-
-
-class StepWeight(Protocol):
-    """Weight of a step of the sigma grid in the loss."""
-
-    def __call__(self, kernel: Callable[[Tensor, Tensor, Tensor, int], Gaussian], grid: Tensor, steps: Sequence[int]
-                 ) -> Tensor:
-        """The weights [K] of the trained steps, K of them."""
+# Choice of the samples that are trained, (scores, context): their mask, bool [P,G]. scores: their advantages [P,G].
+Selection: TypeAlias = Callable[[Tensor, Context], Tensor]
+# Weight of a step of the sigma grid in the loss, (kernel, grid, steps): [K], of the K trained steps.
+StepWeight: TypeAlias = Callable[[Kernel, Tensor, Sequence[int]], Tensor]
+# Policy that the KL holds to, (held, now, epoch): the snapshots of weights to hold, for the epoch that begins; none:
+# the base model.
+Reference: TypeAlias = Callable[
+    [list[dict[str, Tensor]], Callable[[], dict[str, Tensor]], int], list[dict[str, Tensor]]]
+# Divergence from the base model on samples that it drew: `contrib.rehearsal.Rehearsal`, of a higher layer.
+Rehearsal: TypeAlias = Any
 
 
 class Reduction(Protocol):
@@ -119,29 +97,6 @@ class Reduction(Protocol):
 
     def count(self, mask: Tensor) -> int:
         """Number that rows add to the divisor of an optimizer step's loss. mask: as in `__call__`."""
-
-
-class Reference(Protocol):
-    """Policy that the KL holds to."""
-
-    def __call__(self, held: list[dict[str, Tensor]], now: Callable[[], dict[str, Tensor]], epoch: int
-                 ) -> list[dict[str, Tensor]]:
-        """The snapshots of weights to hold, for the epoch that begins; none: the base model."""
-
-
-class Rehearsal(Protocol):
-    """Divergence from the base model on samples that it drew (`contrib.rehearsal`)."""
-
-    @property
-    def weight(self) -> float:
-        """The factor of the divergence, above 0."""
-
-    @property
-    def least(self) -> float | None:
-        """The total reward below which a sample is left out; None: none is."""
-
-    def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
-        """The weighted divergence [B, N] of log-probabilities [B, N] of the policy and of the base model."""
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -158,23 +113,9 @@ class Curriculum(Protocol):
         """Learn from an epoch's rewards. memory: what a checkpoint keeps."""
 
 
-class Redraw(Protocol):
-    """Choice of the groups that are replaced.
-
-    A part may also have begin(prompts, drawn), which returns the prompts of an epoch's first turn as they are sampled,
-    and learn(drawn), called at the end of its sampling.
-    """
-
-    def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
-        """Pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""
-
-
-class GroupReplay(Protocol):
-    """Choice of the recorded groups that are trained again (`contrib.group_replay`)."""
-
-    @property
-    def recompose(self) -> bool:
-        """True if it trains a part of a group now and the other part later."""
-
-    def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
-        """The places of `count` groups. sizes: their mean |advantages|; logps: their mean log-probabilities."""
+# Choice of the groups that are replaced: pairs (index of a group, the prompt that replaces it); of an additional group
+# the index is None. A part may also have begin(prompts, drawn), which returns the prompts of an epoch's first turn as
+# they are sampled, and learn(drawn), called at the end of its sampling.
+Redraw: TypeAlias = Callable[[EpochBatch], Sequence[tuple[int | None, Prompt]]]
+# Choice of the recorded groups that are trained again: `contrib.group_replay.GroupReplay`, of a higher layer.
+GroupReplay: TypeAlias = Any

@@ -66,7 +66,7 @@ def require_types(method: Method) -> None:
         part = parts[name]
         if part is not None and not _reads(type(part), name, method.target):
             fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
-            of = _of(type(part))
+            of = getattr(part, "reads_target", "")
             # What is trained by the targets that offer this, and by those made of them.
             kinds = [cast("type[targets.Target]", registry.TYPES[kind]) for kind in registry.of_place("target")]
             trained = {target.trains for kind in kinds for target in (kind, *kind.__subclasses__())
@@ -76,13 +76,8 @@ def require_types(method: Method) -> None:
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
 
-def _of(part: type) -> str:
-    """Item of `Target.offers` that a part needs; empty: it goes with any target."""
-    return str(getattr(part, "reads_target", ""))
-
-
 def _reads(part: type, name: str, target: targets.Target) -> bool:
-    of = _of(part)
+    of = getattr(part, "reads_target", "")  # what it needs of `Target.offers`; empty: it goes with any target
     return (not of or of in target.offers) and issubclass(part, target.takes.get(name, object))
 
 

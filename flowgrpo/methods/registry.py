@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from typing import Any, TypeVar
 
 from flowgrpo import packages
@@ -25,29 +25,14 @@ from flowgrpo.objectives.surrogates import Surrogate
 T = TypeVar("T")
 
 
-class ByName(Mapping[str, T]):
-    """Objects by name.
-
-    places: by name the object, or the module of the package that has it under this name, such as "text.targets".
-    """
-
-    def __init__(self, places: Mapping[str, T | str]):
-        self.places: dict[str, Any] = dict(places)
+class ByName(UserDict[str, T]):
+    """Objects by name. Made of the object, or the module of the package that has it under its name, "text.targets"."""
 
     def __getitem__(self, name: str) -> T:
-        found = self.places[name]
+        found: Any = self.data[name]
         if isinstance(found, str):
-            found = self.places[name] = packages.load(f"flowgrpo.{found}:{name}")
+            found = self.data[name] = packages.load(f"flowgrpo.{found}:{name}")
         return found  # type: ignore[no-any-return]  # an object, once it is loaded
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
 
 
 _ROWS = [(name, place, module) for place, modules in MODULES.items() for module, names in modules.items()

@@ -10,10 +10,10 @@ held-out prompt is trained on.
 from __future__ import annotations
 
 import math
-import string
 from typing import Annotated
 
 from flowgrpo.methods.parts import Times
+from flowgrpo.objectives.references import names_in
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.objectives.supervised import Balance, EqualTokens, FixedWeights, TokenWeight
 from flowgrpo.parts import Above, AtLeast, OneOf, part
@@ -83,7 +83,7 @@ class Explained(PassRate):
     tries: int = 2
 
     def __post_init__(self) -> None:
-        named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        named = names_in(self.template)
         if named != {"prompt", "right", "wrong"} or self.tries < 1 or not self.solved:
             raise ValueError(f"Explained: template has {', '.join(sorted(named)) or 'no field'}, tries is {self.tries} "
                              f"and solved {self.solved}, expected prompt, right and wrong, 1 or more, and true")

@@ -63,13 +63,11 @@ def resolve(config: Config, process: str = "flow") -> Method:
 
 def _require_credit(method: Method, group: int) -> None:
     """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
-    advantage = method.credit.advantage
-    target = method.target
-    redraw = method.redraw
+    advantage, target, redraw = method.credit.advantage, method.target, method.redraw
     if group < 2 and not advantage.single:
         raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
                          f"or parts.advantage to one of {_advantages('single', True)}")
-    if _has(redraw, "reads_prior") and not advantage.keeps_prior:
+    if getattr(redraw, "reads_prior", False) and not advantage.keeps_prior:
         keeping = _advantages("keeps_prior", True)
         raise ValueError(f"{type(redraw).__name__} reads the prior values of {keeping}: set parts.advantage: {{type: "
                          f"{keeping}}}")
@@ -79,10 +77,6 @@ def _require_credit(method: Method, group: int) -> None:
                          "the same")
     if "reference" in method.needs and not target.has_logp:
         raise ValueError(f"the credit reads log-probabilities under the reference, and {target.trains} have none")
-
-
-def _has(part: object, capability: str) -> bool:
-    return getattr(part, capability, False) is True
 
 
 def _advantages(capability: str, value: bool) -> str:
@@ -121,7 +115,7 @@ def _require_loss(method: Method) -> None:
         answers = ", or parts.decoding.expert: 1" if method.for_tokens else ""
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} is about samples of another policy, "
                          f"and none are: set learned: false of parts.redraw or parts.expansion{answers}")
-    if _has(method.redraw, "puts_answers") and not method.generation.decoding.expert:
+    if getattr(method.redraw, "puts_answers", False) and not method.generation.decoding.expert:
         raise ValueError(f"{type(method.redraw).__name__} puts answers into groups that fail: set "
                          "parts.decoding.expert to their number")
 
@@ -171,15 +165,14 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
 
 def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
-    denoising = method.denoising
-    weight = method.loss.step_weight
+    denoising, weight = method.denoising, method.loss.step_weight
     if not denoising.learned_noise:
         return
-    grows = any(spec.schedule.noise for spec in explorations)
     wrong = {"a part that reads means or deviations (kl GaussianKL, Guard, SquaredErrorRatio, DivergenceMask, tuning) "
              "with a KL of samples, PlainRatio or none": method.reads_means,
-             f"step_weight {type(weight).__name__} with Uniform": _has(weight, "reads_deviations"),
-             "a plan whose noise grows with one whose noise does not": grows}
+             f"step_weight {type(weight).__name__} with Uniform": getattr(weight, "reads_deviations", False),
+             "a plan whose noise grows with one whose noise does not":
+                 any(spec.schedule.noise for spec in explorations)}
     for part in (part for part, applies in wrong.items() if applies):
         raise ValueError(f"the kernel {type(denoising.kernel).__name__} has a std for every latent value: "
                          f"replace {part}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
+from flowgrpo.objectives.sequence_losses import over_group
 from flowgrpo.objectives.surrogates import Surrogate, cut
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import NoisedBatch, unwrap
@@ -71,9 +72,10 @@ class CentredReward(OfNoised):
         return before - now
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        group = unwrap(old.peers).members(old.rows)
-        reward = self.statistic(old) - _mean(group, unwrap(old.peers).statistic)
-        target = goodness(advantage, self.most) - _mean(group, goodness(unwrap(old.peers).advantage, self.most))
+        peers = unwrap(old.peers)
+        group = peers.members(old.rows)
+        reward = self.statistic(old) - over_group(peers.statistic, group)
+        target = goodness(advantage, self.most) - over_group(goodness(peers.advantage, self.most), group)
         return self.most / self.beta * (self.beta * reward - target).square()
 
 
@@ -102,7 +104,7 @@ class GroupPreference(OfNoised):
     def weight(self, noised: NoisedBatch) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
         peers = unwrap(noised.peers)
-        return torch.sigmoid(self.beta * _mean(peers.members(noised.rows), peers.advantage * peers.statistic))
+        return torch.sigmoid(self.beta * over_group(peers.advantage * peers.statistic, peers.members(noised.rows)))
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
@@ -179,8 +181,3 @@ def _scale_free_error(apart: Tensor) -> Tensor:
     """Mean square over the mean absolute value, detached and at least LEAST, of values [B, 1, *D]: [B, 1]."""
     apart = apart.flatten(2)
     return apart.square().mean(2) / apart.detach().abs().mean(2).clamp(min=LEAST)
-
-
-def _mean(group: Tensor, values: Tensor) -> Tensor:
-    """Mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
-    return (group * values).sum(1, keepdim=True) / group.sum(1, keepdim=True)

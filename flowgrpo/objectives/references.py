@@ -82,7 +82,7 @@ class WeightAverage:
 
 
 @part("reference", target="model")
-class Teacher:
+class Teacher(Base):
     """Another model, frozen, in every epoch: a KL to it with a falling weight is distillation in addition to the reward
     (KDRL, 2506.02208).
 
@@ -99,9 +99,6 @@ class Teacher:
         if self.model and not of_text and (config.memory.shard or config.memory.context_parallel > 1):
             raise UserError("parts.reference.model is a teacher, which memory.shard and memory.context_parallel do not "
                             "share out: leave them out")
-
-    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
-        return []
 
 
 @part("reference", target="model")
@@ -125,9 +122,8 @@ class Teachers:
         return held
 
     def place(self, metadata: dict[str, Any]) -> int:
-        """Number of the teacher of a prompt; 0 without any. Raises KeyError for a source without one."""
-        return {source: number for number, (source, _) in enumerate(self.models)}[
-            str(metadata[self.key])] if self.models else 0
+        """Number of the teacher of a prompt; 0 without any. Raises ValueError for a source without one."""
+        return [source for source, _ in self.models].index(str(metadata[self.key])) if self.models else 0
 
     def check(self, setup: Any) -> None:  # a Setup, of a higher layer
         """Raise UserError without teachers, and for the first training prompt whose source has none."""
@@ -165,11 +161,17 @@ class Soup:
         return held  # as `TrainableWeights.soup` reads it
 
 
-FEEDBACK = ("sibling", "contrast", "answer", "none")
+# What a template reads beside the prompt.
+FEEDBACK: dict[str, list[str]] = {
+    "sibling": ["right"], "contrast": ["right", "wrong"], "answer": ["answer"], "none": []}
+
+
+def names_in(template: str) -> set[str]:
+    return {name for _, name, *_ in string.Formatter().parse(template) if name is not None}
 
 
 @part("reference", target="model")
-class SelfTeacher:
+class SelfTeacher(Base):
     """Present policy under a prompt with more information, without a gradient: a KL to it distils the difference into
     the plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
 
@@ -189,9 +191,7 @@ class SelfTeacher:
     makes_prompts = True  # of the samples of an epoch
 
     def __post_init__(self) -> None:
-        given = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
-        fits = {"prompt", *{"sibling": ["right"], "contrast": ["right", "wrong"], "answer": ["answer"], "none": []}[
-            self.feedback]}
+        given, fits = names_in(self.template), {"prompt", *FEEDBACK[self.feedback]}
         if given != fits:
             raise ValueError(f"SelfTeacher: template has {', '.join(sorted(given)) or 'no field'}, expected "
                              f"{', '.join(sorted(fits))} for feedback {self.feedback}")
@@ -202,9 +202,6 @@ class SelfTeacher:
             raise UserError(f"parts.reference.feedback is {self.feedback}, completions of the group, and images have "
                             "none: set it to none, with a template such as '{prompt}, in sharp focus'")
 
-    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
-        return []
-
     def prompts(self, texts: list[str], completions: list[str], rewards: list[float], answers: list[str | None]
                 ) -> list[str]:
         """Teacher's prompt of each of a group's samples.
@@ -212,7 +209,7 @@ class SelfTeacher:
         texts: their prompts, all [n]; completions: what was written, "" of images; rewards: the totals; answers: the
         prompts' own, None without one.
         """
-        named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        named = names_in(self.template)
         wrong = Counter(completion for completion, reward in zip(completions, rewards) if reward < self.right)
         shown = []
         for place, text in enumerate(texts):

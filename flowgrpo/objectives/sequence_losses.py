@@ -59,22 +59,19 @@ class NegativeAwareText(Surrogate):
     floor: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        share = self._share(advantage)
+        share, negative = self._negative(log_ratio, advantage)
         weight = ((1 - share) / share).sqrt() if self.weight == "sqrt" else 1 - share
-        negative = self._negative(log_ratio, share)
         negative = negative + (negative.clamp(min=self.floor) - negative).detach()
         return -weight * torch.where(advantage > 0, log_ratio, negative.log()) * (advantage != 0)
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Mask where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
-        return (advantage < 0) & (self._negative(log_ratio, self._share(advantage)) < self.floor)
+        return (advantage < 0) & (self._negative(log_ratio, advantage)[1] < self.floor)
 
-    def _negative(self, log_ratio: Tensor, share: Tensor) -> Tensor:
-        """Return (1 - p r) / (1 - p), [B, L], computed from r - 1. Beyond e^10 a ratio has no gradient (its code)."""
-        return 1 - share / (1 - share) * log_ratio.clamp(max=10).expm1()
-
-    def _share(self, advantage: Tensor) -> Tensor:
-        return torch.where(advantage > 0, 1 - advantage, -advantage).clamp(0.02, 0.98)
+    def _negative(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """p, and (1 - p r) / (1 - p) [B, L], computed from r - 1. Beyond e^10 a ratio has no gradient (its code)."""
+        share = torch.where(advantage > 0, 1 - advantage, -advantage).clamp(0.02, 0.98)
+        return share, 1 - share / (1 - share) * log_ratio.clamp(max=10).expm1()
 
 
 class GroupLoss(Surrogate):
@@ -119,16 +116,16 @@ class Discriminative(GroupLoss):
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        scores, divergence = unwrap(old.peers).statistic.unbind(1)
-        group = unwrap(old.peers).members(old.rows)
-        right, wrong = (group & sign for sign in (unwrap(old.peers).advantage > 0, unwrap(old.peers).advantage < 0))
+        peers = unwrap(old.peers)
+        group, (scores, divergence) = peers.members(old.rows), peers.statistic.unbind(1)
+        right, wrong = group & (peers.advantage > 0), group & (peers.advantage < 0)
         tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
         size = group.sum(1, keepdim=True)
-        good = (right * unwrap(old.peers).advantage).sum(1, keepdim=True)
+        good = (right * peers.advantage).sum(1, keepdim=True)
         pull = torch.where(advantage > 0, -advantage / good, hard) * size
         comparable = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
-        excess = (_over(divergence, group) - self.delta).clamp(min=0)
+        excess = (over_group(divergence, group) - self.delta).clamp(min=0)
         return torch.where(comparable, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio
 
     def _scores(self, compared: CompletionBatch) -> Tensor:
@@ -152,10 +149,10 @@ class Regressed(SampleLoss):
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        group = unwrap(old.peers).members(old.rows)
-        statistic = unwrap(old.peers).statistic
-        mean = _over(statistic, group)
-        spread = _over((statistic - mean).square(), group).sqrt().clamp(min=self.least)
+        peers = unwrap(old.peers)
+        group = peers.members(old.rows)
+        mean = over_group(peers.statistic, group)
+        spread = over_group((peers.statistic - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
 
 
@@ -182,7 +179,7 @@ class PairwisePreference(SampleLoss):
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         peers = unwrap(old.peers)
-        group = unwrap(old.peers).members(old.rows)
+        group = peers.members(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
@@ -196,12 +193,11 @@ class PairwisePreference(SampleLoss):
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
 
-def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the counted tokens of values [b, L]: [b]."""
+def _mean(values: Tensor, mask: Tensor) -> Tensor:  # over the counted tokens of values [b, L]: [b]
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _over(values: Tensor, group: Tensor) -> Tensor:
+def over_group(values: Tensor, group: Tensor) -> Tensor:
     """Mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
 

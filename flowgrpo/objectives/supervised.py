@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -65,16 +65,6 @@ class LayerTuning:
         return self.weight * regression_target.weight * apart / like_tensor(new.slope, apart).square()
 
 
-class Distribution(Protocol):
-    """Reading of logits in place of their log-softmax, called as a decoding is."""
-
-    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        """Return [n,V], of which the tokens `taken` [n] are read."""
-
-    def temperatures(self, ids: Tensor) -> Tensor | None:
-        """Return None: no place has a temperature of its own."""
-
-
 class TokenWeight:
     """Weights of tokens; base class.
 
@@ -84,10 +74,10 @@ class TokenWeight:
     reads_entropy = False
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        """Weights [B, L]."""
-        raise NotImplementedError
+        """Weights [B, L]; 1 for every token unless it is overridden."""
+        return torch.ones_like(logp)
 
-    def distribution(self, seed: int) -> Distribution | None:
+    def distribution(self, seed: int) -> Drawn | None:
         """Return what reads the model's logits in place of their log-softmax; None: nothing. seed: of its draws."""
         return None
 
@@ -95,9 +85,6 @@ class TokenWeight:
 @part("data.token_weight")
 class EqualTokens(TokenWeight):
     """1 for every token: plain cross entropy."""
-
-    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        return torch.ones_like(logp)
 
 
 @part("data.token_weight")
@@ -135,16 +122,14 @@ class OneToken(TokenWeight):
     samples: Annotated[int, AtLeast(1)] = 64
     wrong: Annotated[float, AtLeast(-math.inf, to=0)] = 0.0
 
-    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        return torch.ones_like(logp)
-
-    def distribution(self, seed: int) -> Distribution:
+    def distribution(self, seed: int) -> Drawn:
         return Drawn(self.samples, self.wrong, seed)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Objective of a place, at its token: the mean of reward times log-probability over `samples` drawn tokens."""
+    """Objective of a place, at its token: the mean of reward times log-probability over `samples` drawn tokens.
+    It is called as a decoding is, for logits [n,V] and their tokens `taken` [n]."""
 
     samples: int
     wrong: float
@@ -152,8 +137,7 @@ class Drawn:
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         (logits,) = wide(logits)
-        log_probs = logits.log_softmax(-1)
-        tokens = unwrap(taken)
+        log_probs, tokens = logits.log_softmax(-1), unwrap(taken)
         generator = torch.Generator(logits.device).manual_seed(self.seed)  # anew: a backward pass may compute it again
         drawn = torch.multinomial(log_probs.detach().exp(), self.samples, replacement=True, generator=generator)
         reward = torch.where(drawn == tokens[:, None], 1.0, self.wrong).to(log_probs)
@@ -220,17 +204,14 @@ class WarmupCosine(Balance):
                              "peak <= 1, and a peak above 0")
 
     def __call__(self, now: Now) -> tuple[float, float]:
-        mu = self.mu(now.update)
+        if now.update < self.warmup:
+            mu = self.peak * now.update / self.warmup
+        elif now.update >= self.warmup + self.decay:
+            mu = self.valley
+        else:
+            fallen = 0.5 - 0.5 * math.cos(math.pi * (now.update - self.warmup) / self.decay)
+            mu = self.peak + (self.valley - self.peak) * fallen
         return 1 - mu, mu
-
-    def mu(self, update: int) -> float:
-        """Return mu of an optimizer step, counted from 0."""
-        if update < self.warmup:
-            return self.peak * update / self.warmup
-        if update >= self.warmup + self.decay:
-            return self.valley
-        fallen = 0.5 - 0.5 * math.cos(math.pi * (update - self.warmup) / self.decay)
-        return self.peak + (self.valley - self.peak) * fallen
 
 
 @part("data.balance", reads_norms=True, jointly={"gamma warmup": "above 0, and 0 or more"})

@@ -24,8 +24,7 @@ def announce(config: Config, pipe: Any = None) -> Config:
               flush=True)
     config, told = fit_model(config, pipe)
     if first:
-        for line in lines(config, pipe is not None, told):
-            print(line, flush=True)
+        print(*lines(config, pipe is not None, told), sep="\n", flush=True)
     return config
 
 

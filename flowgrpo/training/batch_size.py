@@ -136,15 +136,12 @@ def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estim
             policy.checkpoint(0.0)
     policy.evaluations = before
 
+    count = getattr(policy.model.config.get_text_config(), "num_hidden_layers", 1) if text else \
+        sum(len(blocks(module)) for module in policy.denoisers.values())
+
     def estimate(rows: int, share: float) -> float:
         grown: dict[str, float] = {name: total + (twice[name] - total) * (rows - 1) for name, total in once.items()}
-        grown["update"] -= rows * saved * max(share - 1 / _blocks(policy), 0)
+        grown["update"] -= rows * saved * max(share - 1 / max(count, 1), 0)
         return max(grown.values())
 
     return estimate, shares
-
-
-def _blocks(policy: Any) -> int:
-    if policy.unit == "tokens":
-        return max(getattr(policy.model.config.get_text_config(), "num_hidden_layers", 1), 1)
-    return max(sum(len(blocks(module)) for module in policy.denoisers.values()), 1)

@@ -74,8 +74,7 @@ class BestWeights:
                         f"({self.best.value:.4g})")
         if self.should_stop:
             said.append(f"stopped: {quantity(self.stop.since, 'evaluation')} without a better held-out "
-                        f"{self.stop.reward} than "
-                        f"that of epoch {self.stop.epoch}")
+                        f"{self.stop.reward} than that of epoch {self.stop.epoch}")
         return "; ".join(said) or None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -105,7 +105,14 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
         sources.require(setup.prompts, setup.config.call.get("num_frames"), Path(setup.config.output))
     if setup.first:  # finds mistakes, and makes the trial
         rewards.load([*setup.trained.values(), *setup.extra_rewards.values()])
-    last, changes, repeated = _resume_point(setup, accelerator)
+    last: Path | None = None
+    changes: list[str] = []
+    repeated: dict[int, int] = {}
+    if setup.resumes:
+        config, last = setup.config, run_folder.last_whole(setup.config, accelerator)
+        changes = run_folder.require_same(config, last)
+        changes += run_folder.changes(config.folder, run_folder.hash_inputs(config, setup.split))
+        repeated = run_folder.threads_by_epoch(config, last, accelerator)
     if setup.first:
         paths.require_folder(setup.config.folder)
     return Ready(setup, precision, accelerator, last, changes, Threads.for_device(setup.device), repeated, began)
@@ -142,15 +149,3 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
         split = sets.split(prompts, config.held_out, sets.SPLIT_SEED)
     return replace(setup, measured=measured, judged=extensions.selector_names(config, setup.method),
                    split=pairs.in_place(config, split, setup.method.for_tokens))
-
-
-def _resume_point(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
-    """The checkpoint to resume from, the changes since then, and the threads of the epochs to repeat; (None, [], {})
-    for a run that begins."""
-    if not setup.resumes:
-        return None, [], {}
-    config = setup.config
-    last = run_folder.last_whole(config, accelerator)
-    changed = run_folder.require_same(config, last)
-    return (last, changed + run_folder.changes(config.folder, run_folder.hash_inputs(config, setup.split)),
-            run_folder.threads_by_epoch(config, last, accelerator))

@@ -72,9 +72,8 @@ def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
 
 def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
     needs, group = trainer.method.needs, trainer.config.train.group
-    measured: dict[str, Tensor] = {}
-    for name, value in trainer.processes.gather_named(leaves_of(parts)).items():
-        measured[name] = value.unflatten(0, (-1, group)).float()
+    measured = {name: value.unflatten(0, (-1, group)).float()
+                for name, value in trainer.processes.gather_named(leaves_of(parts)).items()}
     return SampleMeasures(
         logp=measured["logp"],
         reference=measured["reference"] if "reference" in needs else None,
@@ -101,8 +100,8 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
     rewards = rewards.double()
     totals, compared = local(weighted_sum(rewards, weights)), rewards
-    if hasattr(selection, "before"):  # others are compared without the samples that it leaves out
-        kept_before = selection.before(penalised(rewards, context), weights, context)
+    if before := getattr(selection, "before", None):  # others are compared without the samples that it leaves out
+        kept_before = before(penalised(rewards, context), weights, context)
         compared = rewards.masked_fill(~kept_before[..., None], torch.nan)
     # Neither the advantage, nor the loss, nor a filter compares the samples of a group with each other.
     alone = method.credit.advantage.single and not (

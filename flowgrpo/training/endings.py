@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
-from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
+from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
@@ -31,13 +30,14 @@ from flowgrpo.training.extension import Run
 T = TypeVar("T")
 
 
-def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
-                   log: Callable[[str], None], draws_tokens: bool = False) -> T:
-    """work(), which leaves nothing behind if it fails; each time that memory runs out, halve `shape.micro_batch`, or of
-    what draws tokens `shape.generation_batch` as long as that is not smaller, and repeat it. On several processes all
-    fail alike, by `Processes.together`. phase: the name of the one that failed.
+def with_oom_retry(trainer: Run, work: Callable[[], T], phase: str = "") -> T:
+    """work(), which leaves nothing behind if it fails; each time that memory runs out, halve the micro-batch, or of
+    what draws tokens `geometry.generation_batch` as long as that is not smaller, and repeat it. On several processes
+    all fail alike, by `Processes.together`. phase: the name of the one that failed, or the clock's.
     Raises UserError at 1 row, and with sharded weights or context parallelism, whose processes share every call.
     """
+    shape, processes = trainer.geometry, trainer.processes
+    draws_tokens = trainer.policy.unit == "tokens" and not phase
     while True:
         try:
             return work()
@@ -45,7 +45,8 @@ def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processe
             if not ran_out(error):
                 raise
             reason = first_line(error)
-            place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
+            elsewhere = isinstance(error, OutOfMemoryElsewhere)
+            place = "on another process" if elsewhere else f"in the {phase or trainer.clock.phase}"
         size = "generation_batch" if draws_tokens and shape.generation_batch >= shape.micro_batch else "micro_batch"
         rows = getattr(shape, size)
         if rows == 1 or processes.lockstep is not None or processes.members > 1:
@@ -56,20 +57,15 @@ def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processe
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        log(f"out of memory {place}: train.{size} {rows} -> {rows // 2} from here on")
+        trainer.kl_reference.cached = {}  # scores of larger batches
+        if processes.first:
+            trainer.log(f"out of memory {place}: train.{size} {rows} -> {rows // 2} from here on")
         setattr(shape, size, rows // 2)
         processes.parted = False
 
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def report(trainer: Run, text: str) -> None:
-    """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
-    trainer.kl_reference.cached = {}
-    if trainer.processes.first:
-        trainer.log(text)
 
 
 @contextmanager
@@ -173,8 +169,7 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
         trainer.progress.saving.look(wait=True)
     else:
         trainer.progress.saving.finish_writing()
-    broken = trainer.optimization.update != trainer.progress.saved_counters["update"]
-    broken = broken or spoiled
+    broken = spoiled or trainer.optimization.update != trainer.progress.saved_counters["update"]
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:
         state.save(trainer, folder, wait)

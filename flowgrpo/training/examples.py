@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,9 @@ class Examples:
         source, text = part.source, isinstance(part, (NextToken, PreferencePairs))
         self.source, self.run, self.text = source, run, text
         of = pairs if isinstance(part, (PreferencePairs, PicturePairs)) else load_examples
-        self.recorded = of(source.path, run.prompts, run.held_out, text)
+        self.recorded: dict[str, list[Example]] = {}
+        for example in of(source.path, run.prompts, run.held_out, text):
+            self.recorded.setdefault(example.prompt.text, []).append(example)
         self.collected: list[Example] = []
         self.marked: list[Example] = []
         if not isinstance(source, PassRate) and not self.recorded:
@@ -176,39 +178,28 @@ class Examples:
         self.marked = list(self.collected)
 
 
-def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool
-                  ) -> dict[str, list[Example]]:
-    """The recorded examples by the text of their prompt, without those of held-out prompts.
+def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> Iterator[Example]:
+    """Yield the recorded examples, without those of held-out prompts.
     path: of a file; empty: the answers in the training prompts' metadata, for a language model.
     Raises UserError for images in a file for a language model, and for answers in one for a pipeline."""
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
-    examples: dict[str, list[Example]] = {}
-    if not path:
-        for prompt in prompts if text else ():
-            if (answer := answer_of(prompt)) is not None:
-                examples.setdefault(prompt.text, []).append(Example(prompt, answer))
-        return examples
-    for record in load_demonstrations(path):
+    if not path and text:
+        yield from (Example(prompt, answer) for prompt in prompts if (answer := answer_of(prompt)) is not None)
+    for record in load_demonstrations(path) if path else ():
         content = record.text if text else record.image
         if content is None:
             got, expected = ("an image", "a text") if text else ("a text", "an image")
             raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has {got}, expected "
                             f"{expected} for this model")
         if record.prompt not in unseen:
-            example = Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward,
-                              record.source)
-            examples.setdefault(record.prompt, []).append(example)
-    return examples
+            yield Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward, record.source)
 
 
-def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> dict[str, list[Example]]:
-    """The pairs of a file by the text of their prompt, as `recorded` does; ties are left out."""
+def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> Iterator[Example]:
+    """Yield the pairs of a file, as `load_examples` does; ties are left out."""
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
-    examples: dict[str, list[Example]] = {}
     for pair in without_ties(load_pairs(path, text)):
         if pair.prompt not in unseen:
             margin = pair.margins.get(OVERALL, 1.0)
-            examples.setdefault(pair.prompt, []).append(Example(
-                known.get(pair.prompt, Prompt(pair.prompt)), str(pair.chosen), margin if margin > 0 else 1.0,
-                rejected=str(pair.rejected)))
-    return examples
+            yield Example(known.get(pair.prompt, Prompt(pair.prompt)), str(pair.chosen), margin if margin > 0 else 1.0,
+                          rejected=str(pair.rejected))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Metrics: TypeAlias = dict[str, Any]
 Step: TypeAlias = tuple[list[Part], Divisor]  # parts of one optimizer step, and the divisor over all processes
@@ -197,6 +198,24 @@ class Extension:
         """End threads, at the end of the run or at an error."""
 
 
+def _in_turn(moment: Callable[Concatenate[Extension, P], None]) -> Callable[Concatenate[Extensions, P], None]:
+    """That moment of all extensions, one after the other."""
+    def call(self: Extensions, *given: P.args, **named: P.kwargs) -> None:
+        for extension in self.present:
+            getattr(extension, moment.__name__)(*given, **named)
+
+    return call
+
+
+def _joined(moment: Callable[Concatenate[Extension, P], Metrics]) -> Callable[Concatenate[Extensions, P], Metrics]:
+    """What that moment of all extensions gives, in one dictionary."""
+    def call(self: Extensions, *given: P.args, **named: P.kwargs) -> Metrics:
+        return {name: value for extension in self.present
+                for name, value in getattr(extension, moment.__name__)(*given, **named).items()}
+
+    return call
+
+
 class Extensions:
     """Extensions of a run, called in the order of `extensions.ORDER`."""
 
@@ -225,58 +244,28 @@ class Extensions:
     def draw_epoch(self) -> Epoch | None:
         return next((epoch for extension in self.present if (epoch := extension.draw_epoch()) is not None), None)
 
-    def on_drawn(self, epoch: Epoch) -> None:
-        for extension in self.present:
-            extension.on_drawn(epoch)
-
-    def on_credited(self, epoch: Epoch) -> None:
-        for extension in self.present:
-            extension.on_credited(epoch)
+    on_drawn = _in_turn(Extension.on_drawn)
+    on_credited = _in_turn(Extension.on_credited)
 
     def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
         for extension in self.present:
             steps = extension.add_steps(steps)
         return steps
 
-    def on_backward(self, update: int) -> None:
-        for extension in self.present:
-            extension.on_backward(update)
-
-    def on_gradients(self, update: int) -> None:
-        for extension in self.present:
-            extension.on_gradients(update)
-
-    def on_stepped(self) -> None:
-        for extension in self.present:
-            extension.on_stepped()
-
-    def on_trained(self, epoch: Epoch) -> Metrics:
-        metrics: Metrics = {}
-        for extension in self.present:
-            metrics |= extension.on_trained(epoch)
-        return metrics
+    on_backward = _in_turn(Extension.on_backward)
+    on_gradients = _in_turn(Extension.on_gradients)
+    on_stepped = _in_turn(Extension.on_stepped)
+    on_trained = _joined(Extension.on_trained)
 
     def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         for extension in self.present:
             run = partial(extension.whole_run, run)
         return run()
 
-    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
-        for extension in self.present:
-            extension.on_base(measured, functions)
-
-    def judge(self, measured: Measured) -> Metrics:
-        return {name: value for extension in self.present for name, value in extension.judge(measured).items()}
-
-    def on_measured(self, measured: Measured) -> Metrics:
-        metrics: Metrics = {}
-        for extension in self.present:
-            metrics |= extension.on_measured(measured)
-        return metrics
-
-    def on_finished(self, measured: Measured) -> None:
-        for extension in self.present:
-            extension.on_finished(measured)
+    on_base = _in_turn(Extension.on_base)
+    judge = _joined(Extension.judge)
+    on_measured = _joined(Extension.on_measured)
+    on_finished = _in_turn(Extension.on_finished)
 
     def summary(self) -> list[str]:
         return [said for extension in self.present if (said := extension.summary())]
@@ -284,6 +273,4 @@ class Extensions:
     def stateful(self) -> dict[str, Any]:
         return {extension.name: extension for extension in self.present if extension.name}
 
-    def close(self) -> None:
-        for extension in self.present:
-            extension.close()
+    close = _in_turn(Extension.close)

@@ -86,7 +86,7 @@ class KLReference:
             with self.policy.reference(self.snapshots), processes.collective():
                 self.cached = {}
                 for part in processes.in_step(parts, self.calls_of):
-                    self.cached[id(part)] = self._offload_scores(self.replay(part))
+                    self.cached[id(part)] = [score.to(self.policy.states) for _, _, score in self.replay(part)]
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
         """Keys of parts; processes whose keys are equal call the denoiser alike, in updates and in scoring.
@@ -100,11 +100,17 @@ class KLReference:
             return []
         if id(part) in self.cached:
             return self.cached[id(part)]
+        scores = self._score(part)
+        if self.keep:
+            self.cached[id(part)] = scores
+        return scores
+
+    def _score(self, part: Part) -> list[Scored]:
         with self._in_place():
-            if self.keep:
-                self.cached[id(part)] = self._offload_scores(self.replay(part))
-                return self.cached[id(part)]
-            return [score for _, _, score in self.replay(part)]
+            return [self._put_away(score) for _, _, score in self.replay(part)]
+
+    def _put_away(self, score: Scored) -> Scored:
+        return score.to(self.policy.states) if self.keep else score
 
     @torch.no_grad()
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
@@ -131,9 +137,6 @@ class KLReference:
         if self._present:
             return torch.no_grad()
         return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.snapshots)
-
-    def _offload_scores(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
-        return [score.to(self.policy.states) for _, _, score in replayed]
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
         """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.
@@ -175,28 +178,22 @@ class TeachersReference(KLReference):
     snapshots: of the teachers, in their order. of: int64 [P], the teacher of each of this process's groups.
     """
 
-    @property
-    def _teachers(self) -> Teachers:
-        return cast(Teachers, self.method.loss.reference)
-
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
         super().start_epoch(drawn, rollouts, epoch, epochs)
-        self.of = torch.tensor([self._teachers.place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
+        place = cast(Teachers, self.method.loss.reference).place
+        self.of = torch.tensor([place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         if not self.active:
             return []
-        return held or [self.policy.weights.soup([path], ()) for _, path in self._teachers.models]
+        models = cast(Teachers, self.method.loss.reference).models
+        return held or [self.policy.weights.soup([path], ()) for _, path in models]
 
     def score_all(self, parts: list[Part], processes: Processes) -> None:
         """Do nothing: a part is scored when it is trained."""
 
-    def scores(self, part: Part) -> list[Scored]:
+    def _score(self, part: Part) -> list[Scored]:
         """The scores of a part's transitions by the teachers of their prompts."""
-        if not self.is_read:
-            return []
-        if id(part) in self.cached:
-            return self.cached[id(part)]
         found: list[Scored] = []
         for number in self.of[part.prompts.cpu()].unique().tolist():
             with self.policy.reference(self.snapshots[number:number + 1]):
@@ -204,9 +201,7 @@ class TeachersReference(KLReference):
             own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
             scores = [score for _, _, score in replayed]
             found = [join_rows(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
-        if self.keep:
-            found = self.cached[id(part)] = [score.to(self.policy.states) for score in found]
-        return found
+        return [self._put_away(score) for score in found]
 
 
 def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
@@ -216,8 +211,7 @@ def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
             return first  # of all rows alike
         return torch.where(rows.to(first.device).view(-1, *[1] * (first.ndim - 1)), second, first)
 
-    names: Sequence[str] = ("logp", "mean", "entropy")
-    fields: dict[str, Any] = {name: select(getattr(one, name), getattr(other, name)) for name in names}
+    fields: Any = {name: select(getattr(one, name), getattr(other, name)) for name in ("logp", "mean", "entropy")}
     std = one.std if one.std is None or one.std.ndim < 2 else select(one.std, other.std)
     return replace(one, **fields, std=std)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -28,9 +29,7 @@ from flowgrpo.training import announcement
 
 def machine_hints(precision: str, device: str | torch.device) -> Iterator[str]:
     """Hints on a run's use of a CPU; none on another device. precision: as the recipe asks for, `auto` included."""
-    if torch.device(device).type != "cpu":
-        return
-    if precision == "bf16" and (speed := bf16_speed()) < 1:
+    if torch.device(device).type == "cpu" and precision == "bf16" and (speed := bf16_speed()) < 1:
         yield (f"hint: this CPU has no bf16 arithmetic, and multiplies it {speed:.2g} times as fast as fp32: "
                "--precision=fp32")
 
@@ -42,9 +41,8 @@ def few_step_hints(config: Config, method: Method, pipe: Any) -> Iterator[str]:
     if (why := facts.why) is None:
         return
     fitting = few_steps.few_step_config(config, facts)
-    left = [f"--{name}.{key}={getattr(getattr(fitting, name), key):g}" for name in ("train", "eval")
-            for key in ("steps", "guidance")
-            if getattr(getattr(config, name), key) != getattr(getattr(fitting, name), key)]
+    left = [f"--{key}={value:g}" for key in ("train.steps", "train.guidance", "eval.steps", "eval.guidance")
+            if (value := attrgetter(key)(fitting)) != attrgetter(key)(config)]
     if left:
         yield (f"hint: {config.model} is taken for a model of few steps ({why}), whose steps and guidance are not "
                f"those of other models: {' '.join(left)}, or those of its card")
@@ -110,6 +108,5 @@ def lines_after_loading(config: Config, method: Method, policy: Policy, prompts:
                    "(chat_template.jinja in its folder); text.template: false leaves this line out")
     if isinstance(policy, PipelinePolicy):
         yield from few_step_hints(config, method, policy.pipe)
-    texts = [prompt.text for prompt in prompts]
-    if isinstance(policy, PipelinePolicy) and (line := padding.cut(policy.pipe, config.call, texts)):
-        yield line
+        if line := padding.cut(policy.pipe, config.call, [prompt.text for prompt in prompts]):
+            yield line

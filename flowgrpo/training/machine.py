@@ -47,8 +47,6 @@ def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
 def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
     """The setup on its device and processes, accelerate's object or that of this process's side, and the precision in
     words."""
-    from accelerate.utils import broadcast_object_list
-
     config = setup.config
     accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
     count, first = accelerator.num_processes, accelerator.is_main_process
@@ -64,7 +62,7 @@ def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Ac
                   if getattr(train, key) == AUTO}
         config = config.model_copy(update={"train": train.model_copy(update=chosen)})
     precision = None if began is None else began.precision
-    resolved = [resolve_precision(config, device, setup.loaded, precision) if first else None]
-    config, told = broadcast_object_list(resolved)[0]
+    config, told = run_folder.of_first(
+        accelerator, lambda: resolve_precision(config, device, setup.loaded, precision))
     return replace(setup, config=config, device=device, all_processes=count, first=first, resumes=resumes,
                    processes=teams(config.memory.context_parallel, side.num_processes)), side, told

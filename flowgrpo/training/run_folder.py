@@ -4,20 +4,20 @@ epoch; and the inputs by hash, to report on resuming what changed besides the co
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
 from itertools import count
+from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flowgrpo import trust
 from flowgrpo.config.parse import load
-from flowgrpo.config.schema import Config, sections
-from flowgrpo.data import provenance
+from flowgrpo.config.schema import Config, keys
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.provenance import PROMPTS
 from flowgrpo.device import AUTO
@@ -29,7 +29,7 @@ from flowgrpo.packages import version
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards.find import GROUP
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import atomic, checkpoint, places
+from flowgrpo.storage import atomic, checkpoint
 from flowgrpo.storage.json_files import decode, read_lines, read_object
 from flowgrpo.storage.manifest import sha256
 from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, lock_run
@@ -48,6 +48,14 @@ FILE = "inputs.json"  # in the run's folder
 PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
 
 Split = tuple[list[Prompt], list[Prompt]]
+T = TypeVar("T")
+
+
+def of_first(accelerator: Accelerator, find: Callable[[], T]) -> T:
+    """What the first process finds, on all."""
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([find() if accelerator.is_main_process else None])[0]
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
@@ -56,14 +64,11 @@ def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["aut
     """
     if asked != AUTO:
         return bool(asked)
-    from accelerate.utils import broadcast_object_list
-
-    first = accelerator.is_main_process
-    [there] = broadcast_object_list([_whole(config.folder) if first else None])
-    if first and not there:
+    there = of_first(accelerator, lambda: _whole(config.folder))
+    if accelerator.is_main_process and not there:
         what = "whole checkpoint" if holds_run(config.folder) else "checkpoint"
         print(f"--resume=auto: no {what} in {config.folder / 'checkpoints'}, so the run begins", flush=True)
-    return bool(there)
+    return there
 
 
 def _whole(folder: Path) -> bool:
@@ -76,11 +81,8 @@ def _whole(folder: Path) -> bool:
 def last_whole(config: Config, accelerator: Accelerator) -> Path:
     """The newest whole checkpoint of the run, as the first process finds it, which sets damaged ones aside. Raises
     UserError without one."""
-    from accelerate.utils import broadcast_object_list
-
-    folder, first = config.folder / "checkpoints", accelerator.is_main_process
-    chosen = [checkpoint.newest_whole(folder, print, state.REQUIRED) if first else None]
-    [last] = broadcast_object_list(chosen)
+    folder = config.folder / "checkpoints"
+    last = of_first(accelerator, lambda: checkpoint.newest_whole(folder, print, state.REQUIRED))
     if last is None:
         damaged = len([*folder.glob("*.damaged*")])
         found = f"no whole checkpoint in {folder} ({damaged} damaged)" if damaged else f"no checkpoint in {folder}"
@@ -91,14 +93,13 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
 
 def threads_by_epoch(config: Config, last: Path, accelerator: Accelerator) -> dict[int, int]:
     """Torch's threads on a CPU in each epoch after the checkpoint `last`, as metrics.jsonl has them."""
-    from accelerate.utils import broadcast_object_list
+    def find() -> dict[int, int]:
+        file = config.folder / "metrics.jsonl"
+        rows = map(_row, file.read_bytes().split(b"\n")[:-1] if file.is_file() else ())
+        return {row["epoch"]: row["threads"] for row in rows
+                if isinstance(row.get("threads"), int) and row["epoch"] > epoch_of(last)}
 
-    rows: list[Any] = []
-    with suppress(OSError):
-        if accelerator.is_main_process:
-            rows = [_row(line) for line in (config.folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
-    return broadcast_object_list([{row["epoch"]: row["threads"] for row in rows if isinstance(row.get("threads"), int)
-                                   and row["epoch"] > epoch_of(last)}])[0]
+    return of_first(accelerator, find)
 
 
 def require_same(config: Config, last: Path) -> list[str]:
@@ -108,27 +109,17 @@ def require_same(config: Config, last: Path) -> list[str]:
     if epoch > config.train.epochs:
         raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
                         "more")
-    file = config.folder / "config.yaml"
-    was = _flat(load(file).model_dump(mode="json")) if file.is_file() else {}
-    for key, value in _flat(config.model_dump(mode="json")).items():
-        if key in APART or key not in was or was[key] == value:
+    file, now = config.folder / "config.yaml", config.model_dump(mode="json")
+    before = load(file).model_dump(mode="json") if file.is_file() else now
+    for key in keys():
+        value, was = (reduce(getitem, key.split("."), dumped) for dumped in (now, before))
+        if key in APART or was == value:
             continue
         if key in FIXED:
-            raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was[key]!r}: "
+            raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was!r}: "
                             "keep it, or give the run another name")
-        changes.append(f"{key}: {value}, was {was[key]}")
+        changes.append(f"{key}: {value}, was {was}")
     return changes
-
-
-def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict) and f"{above}{key}" in sections():
-            values |= _flat(value, f"{above}{key}.")
-        else:
-            values[f"{above}{key}"] = value
-    return values
 
 
 def check(setup: Setup) -> None:
@@ -180,18 +171,6 @@ def set_aside(folder: Path) -> Path | None:
     except OSError as error:
         raise UserError(f"{folder} holds an earlier run and cannot be renamed to {free} ({error.strerror}): give this "
                         "one another name, or --resume that one") from None
-
-
-@contextmanager
-def crash_kept(folder: Path) -> Iterator[None]:
-    """Context manager: write the error that ends a run to its folder, as one line. A stop is none."""
-    try:
-        yield
-    except Exception as error:
-        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        with suppress(OSError):  # it may be the disk that is full
-            atomic.write_text(folder / CRASH, " ".join(said.split()) + "\n")
-        raise
 
 
 def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> None:
@@ -261,22 +240,27 @@ def changes(folder: Path, now: dict[str, Any]) -> list[str]:
     return said
 
 
-@contextlib.contextmanager
+@contextmanager
 def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -> Iterator[None]:
     """Context manager: archive an earlier run of the folder, or resume this one after `epoch`, and keep it locked
-    against other runs."""
+    against other runs. The error that ends the run is written there as one line; a stop is none."""
     folder = config.folder
     require_free(folder)
     if not resumed and (moved := set_aside(folder)):
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    with places.lock_run(folder):
+    with lock_run(folder):
         (folder / CRASH).unlink(missing_ok=True)
-        with crash_kept(folder):
+        try:
             atomic.write_text(folder / "config.yaml", config.yaml())
             keep_lines(folder / "metrics.jsonl", epoch)
             yield
+        except Exception as error:
+            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):  # it may be the disk that is full
+                atomic.write_text(folder / CRASH, " ".join(said.split()) + "\n")
+            raise
 
 
 def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed: str | None) -> None:
@@ -284,6 +268,6 @@ def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed
     listed: content of the run's own prompt file; None: it has none."""
     config, folder = setup.config, setup.config.folder
     if listed is not None:
-        atomic.write_text(folder / provenance.PROMPTS, listed)
+        atomic.write_text(folder / PROMPTS, listed)
     atomic.write_text(folder / FILE, json.dumps(hash_inputs(config, setup.split), indent=1) + "\n")
     snapshots.begin(folder, epoch, setup.device, setup.processes, precision, SAMPLE[policy.modality], policy.unit)

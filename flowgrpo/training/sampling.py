@@ -46,14 +46,13 @@ def empty_batch(trainer: Run, epoch: int) -> EpochBatch:
                       trainer.memory)
 
 
-def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[Prompt]:
-    """The prompts with which an epoch begins, of all processes. count: None means `train.prompts`."""
+def choose_prompts(trainer: Run, epoch: int) -> list[Prompt]:
+    """The prompts with which an epoch begins, of all processes."""
     train, rule, weights = trainer.config.train, trainer.method.credit.advantage, None
     if type(rule).prompt_weights is not AdvantageRule.prompt_weights:  # few rules read them, and the prompts are many
         weights = rule.prompt_weights(trainer.memory, [prompt.key for prompt in trainer.prompts])
-    chosen = trainer.method.curriculum(trainer.prompts, train.prompts if count is None else count, epoch,
-                                       trainer.config.seed, None if weights is None else weights.tolist(),
-                                       trainer.memory, train.group)
+    chosen = trainer.method.curriculum(trainer.prompts, train.prompts, epoch, trainer.config.seed,
+                                       None if weights is None else weights.tolist(), trainer.memory, train.group)
     return readable(trainer, chosen, epoch)
 
 

@@ -24,7 +24,6 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
 from flowgrpo.rewards.pairwise import pairing, sees_groups
@@ -72,7 +71,8 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
     trained = trainer.scoring.functions
     eval_only = {name: reward for name, reward in measured.items() if name not in trained}
     held = spread(trainer.held_out, trainer.config.eval.prompts)
-    with trainer.processes.collective(), _unseen(trainer.policy):
+    evaluations = trainer.policy.evaluations
+    with trainer.processes.collective(), device.random_state_kept(trainer.policy.device):
         # Prompts come first: what does not fit into the context fails without a sample.
         if trainer.policy.unit == "tokens":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
@@ -104,6 +104,7 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
                                   for part in rewards.inside(batch.reward)) for batch in batches)
             if batches and not any(scored) and not may_skip:
                 _require_real_scores(trainer)
+    trainer.policy.evaluations = evaluations
 
 
 def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
@@ -196,9 +197,9 @@ class Samples:
             self._known[key] = self._sample(rows, size)
         return self._known[key]
 
-    def latents(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> torch.Tensor:
-        """The latents of these prompts' outputs, one each; size: as of the call."""
-        return cast(torch.Tensor, self._sample(rows, size, "latent"))
+    def latents(self, rows: list[Prompt]) -> torch.Tensor:
+        """The latents of these prompts' outputs, one each."""
+        return cast(torch.Tensor, self._sample(rows, None, "latent"))
 
     @torch.no_grad()
     def _sample(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
@@ -213,9 +214,13 @@ class Samples:
             conditioning = replace(conditioning, sizes=[size] * len(some))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
-            with _short(self.policy):
+            text = self.policy.text
+            self.policy.text = text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)})
+            try:
                 drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
+            finally:
+                self.policy.text = text
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(conditioning, generators, output_type)
         if len(rows) == len(some):
@@ -231,26 +236,6 @@ class Samples:
         return self.rollouts.repeat_prompt(batch.prompts[0], len(batch.prompts))
 
 
-@contextlib.contextmanager
-def _short(policy: Any) -> Iterator[None]:
-    text = policy.text
-    policy.text = text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)})
-    try:
-        yield
-    finally:
-        policy.text = text
-
-
-@contextlib.contextmanager
-def _unseen(policy: Policy) -> Iterator[None]:
-    evaluations = policy.evaluations
-    try:
-        with device.random_state_kept(policy.device):
-            yield
-    finally:
-        policy.evaluations = evaluations
-
-
 def _require_real_scores(trainer: Run) -> None:
     """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all. With
     several processes, which would all have to draw, it is left to the first epoch, which reports the same."""
@@ -262,12 +247,10 @@ def _require_real_scores(trainer: Run) -> None:
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(
         cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance,
-        samples=1,
-        micro_batch=trainer.geometry.micro_batch, negative=trainer.config.negative_prompt, title="trial",
+        samples=1, micro_batch=trainer.geometry.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)
     if not scored and not any(result.failed.values()):
         raise UserError(f"no sample of {quantity(len(prompts), 'prompt')} had a score from "
-                        f"{' or '.join(map(repr, functions))}: "
-                        "expected prompts to which it applies, with the metadata that it reads, got such as "
-                        f"{prompts[0].text[:60]!r}")
+                        f"{' or '.join(map(repr, functions))}: expected prompts to which it applies, with the metadata "
+                        f"that it reads, got such as {prompts[0].text[:60]!r}")

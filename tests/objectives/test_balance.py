@@ -17,7 +17,7 @@ def test_chords_mu_rises_linearly_and_falls_as_a_cosine():
     # (1 + cos(pi/2)) / 2 = 1/2 in the middle of the decay: 0.1 + 0.4 / 2.
     mus = {0: 0.0, 5: 0.25, 10: 0.5, 20: 0.3, 30: 0.1, 1000: 0.1}
     for update, mu in mus.items():
-        assert part.mu(update) == pytest.approx(mu, abs=1e-12)
+        assert part(supervised.Now(update))[1] == pytest.approx(mu, abs=1e-12)
         assert part(supervised.Now(update)) == pytest.approx((1 - mu, mu), abs=1e-12)
     assert part(supervised.Now(0)) == (1.0, 0.0)  # GRPO as it is
     assert supervised.FixedWeights(0.3)(supervised.Now(7)) == (1.0, 0.3)

@@ -1,5 +1,4 @@
-"""Presets that modify one thing of a base method: `mix_grpo+grpo_guard`.
-"""
+"""Presets that modify one thing of a base method: `mix_grpo+grpo_guard`."""
 
 from __future__ import annotations
 

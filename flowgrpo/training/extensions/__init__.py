@@ -38,15 +38,15 @@ features.add(
             extension=f"{HERE}.credit:MeasuredCredit"),
     Feature(name="supervised", wanted=lambda config, method: method.loss.data,
             extension=f"{HERE}.supervised:Supervised"),
-    Feature(name="value_model", wanted=lambda config, method: method.credit.value or method.has_quality_head,
-            extension=f"{HERE}.credit:ValueModel"))
+    # Draws may be pruned by a head that the run trains.
+    Feature(name="value_model", wanted=lambda config, method: method.credit.value or method.for_tokens and getattr(
+        method.generation.draws, "trains_head", False), extension=f"{HERE}.credit:ValueModel"))
 
 
 def list_extensions() -> list[Feature]:
     """The features that have an extension, in the order in which these are called."""
-    last = len(ORDER)
     return sorted((feature for feature in features.all() if feature.extension),
-                  key=lambda feature: ORDER.index(feature.name) if feature.name in ORDER else last)
+                  key=lambda feature: [*ORDER, feature.name].index(feature.name))
 
 
 def active_extensions(config: Config, method: Method) -> Iterator[type[Extension]]:
@@ -96,8 +96,8 @@ def check_model(setup: Setup) -> None:
 
 
 def _all(setup: Setup) -> list[type[Extension]]:
-    return [extension for extension, _ in extensions_of_rewards(setup.trained)
-            ] + [*active_extensions(setup.config, setup.method)]
+    first = [extension for extension, _ in extensions_of_rewards(setup.trained)]
+    return [*first, *active_extensions(setup.config, setup.method)]
 
 
 def require(extension: type[Extension], setup: Setup) -> None:

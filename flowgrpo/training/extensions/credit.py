@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from flowgrpo import domains
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.pipelines.edits import prompt_tokens
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.edits import Editor, prompt_tokens
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
@@ -28,9 +29,6 @@ from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.types import Scored, unwrap
 
-if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.policies.pipelines.edits import Editor
 
 class Recalling:
     """Buffer of a run, on the CPU, of each process's own samples: final states [n,*D], the indices `of` [n] of their
@@ -46,7 +44,7 @@ class Recalling:
         taken = [edits for part in parts for edits in part.transitions]
         if taken:
             states = [self.editor.edit.apply(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
-            self.remember(torch.cat(states), prompt_tokens(cast("Conditioning", conditioning)).cpu(),
+            self.remember(torch.cat(states), prompt_tokens(cast(Conditioning, conditioning)).cpu(),
                           torch.cat([edits.prompts[edits.parent] for edits in taken]),
                           torch.cat([edits.rewards.float().cpu() for edits in taken]))
         return parts

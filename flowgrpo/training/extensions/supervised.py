@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo import packages
-from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs, SelfAnswers
+from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs, SelfAnswers
 from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.objectives.supervised import Now
-from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
+from flowgrpo.rollouts import data_losses
+from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples
 from flowgrpo.training.extension import Extension, Metrics, Run, Step
@@ -41,8 +43,8 @@ class Supervised(Extension):
         self.weights: list[float] = []
         self.reward = 0.0
         self.examples = Examples(self.part, trainer)
-        self.loss = _losses(self.part, trainer)
-        if isinstance(self.loss, (TokenLosses, PairTokenLosses)):
+        self.loss: data_losses.DataLosses = _losses_of(self.part)(self.part, trainer)
+        if isinstance(self.loss, (data_losses.TokenLosses, data_losses.PairTokenLosses)):
             self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
     def on_drawn(self, epoch: Epoch) -> None:
@@ -72,7 +74,9 @@ class Supervised(Extension):
         part, parameters = self.part, self.trainer.policy.weights.parameters()
         if part.apart and not self.batch:
             return
-        now = self.now(update)
+        # What a balance reads, without the gradients' norms.
+        drawn = random.Random(f"balance/{self.trainer.config.seed}/{update}").random()
+        now = Now(update, drawn, signals=self.trainer.memory.get(MEMORY, {}))
         weights = (0.0, 1.0) if part.apart else part.balance(now)
         chosen = self.batch or self.examples.sample(part.batch, update)
         if not chosen or not weights[1] and not part.balance.reads_norms:
@@ -82,7 +86,7 @@ class Supervised(Extension):
         self.trainer.optimization.gradients.finish(self.trainer.log)
         if part.balance.reads_norms and not part.apart:
             norms = norm(before), norm([parameter.grad for parameter in parameters])
-            weights = part.balance(Now(now.update, now.drawn, norms, now.signals))
+            weights = part.balance(replace(now, norms=norms))
         for parameter, gradient in zip(parameters, before):
             parameter.grad = combine_gradients(gradient, weights[0], parameter.grad, weights[1])
         self.weights.append(weights[1])
@@ -101,11 +105,6 @@ class Supervised(Extension):
                     run.optimization.backward(loss / divisor)
                     total = total.to(loss.device) + loss.detach().float() / divisor
         self.losses.append(total)
-
-    def now(self, update: int) -> Now:
-        """Inputs of a balance, without the gradients' norms."""
-        drawn = random.Random(f"balance/{self.trainer.config.seed}/{update}").random()
-        return Now(update, drawn, signals=self.trainer.memory.get(MEMORY, {}))
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Give the epoch's metrics, and keep its signals for later epochs; all processes call it."""
@@ -129,18 +128,12 @@ class Supervised(Extension):
         self.examples.load_state(tensors, values)
 
 
-def _losses(part: DataLoss, run: Run) -> DataLosses:
-    if isinstance(part, NextToken):
-        return TokenLosses(part, run)
-    if isinstance(part, PreferencePairs):
-        return PairTokenLosses(part, run)
+def _losses_of(part: DataLoss) -> Any:
     if isinstance(part, SelfAnswers):
-        return packages.load(OF_ANSWERS)(part, run)
-    from flowgrpo.rollouts.data_losses import NoisedLosses, PairNoisedLosses
-
-    if isinstance(part, PicturePairs):
-        return PairNoisedLosses(part, run)
-    return NoisedLosses(cast(NoisedData, part), run)
+        return packages.load(OF_ANSWERS)
+    kinds = {NextToken: data_losses.TokenLosses, PreferencePairs: data_losses.PairTokenLosses,
+             PicturePairs: data_losses.PairNoisedLosses}
+    return next((losses for kind, losses in kinds.items() if isinstance(part, kind)), data_losses.NoisedLosses)
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:
