@@ -152,6 +152,14 @@ class Guard(Extension):
 
     name = "guard"
     needs = frozenset({capabilities.OWN_SAMPLES, capabilities.WHOLE_WEIGHTS})
+    good: Good | None
+    recent: deque[list[float]]
+    window: list[float]
+    since: int
+    held_out: list[float]
+    how: str
+    signals: dict[str, deque[float]]
+    returns: list[str]
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
@@ -322,10 +330,10 @@ class Guard(Extension):
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         self.good = Good(values["good"], dict(tensors)) if "good" in values else None
-        self.recent: deque[list[float]] = deque(values.get("recent", ()), self.settings.window)
-        self.window, self.since = list[float](values.get("window", ())), values.get("since", 0)
+        self.recent = deque(values.get("recent", ()), self.settings.window)
+        self.window, self.since = values.get("window", []), values.get("since", 0)
         self.held_out = [math.nan if value is None else value for value in values.get("held_out", ())]
-        self.how, self.returns = values.get("how", ""), list[str](values.get("returns", ()))
+        self.how, self.returns = values.get("how", ""), [*values.get("returns", ())]
         self.signals = {key: deque(values.get("signals", {}).get(key, ()), self.settings.window) for key in SIGNALS}
         if self.returns:
             self.run.optimization.scale = values["scale"]

@@ -78,7 +78,7 @@ class Method:
     def group_of(self, name: str) -> str:
         """The group that has a part of this name. Raises ValueError if there is none."""
         for group in _GROUPS:
-            if name in _fields(type(getattr(self, group))):
+            if name in _fields(getattr(self, group).__class__):
                 return group
         raise ValueError(f"a method that trains {self.target.trains} reads no {name}")
 
@@ -87,7 +87,7 @@ class Method:
         found: dict[str, Any] = {}
         for name in _fields(Method):
             part = getattr(self, name)
-            found |= {inner: getattr(part, inner) for inner in _fields(type(part))} if name in _GROUPS else {name: part}
+            found |= {inner: getattr(part, inner) for inner in _fields(part.__class__)} if name in _GROUPS else {name: part}
         return found
 
     def fits(self, process: str) -> bool:
@@ -289,5 +289,5 @@ _GROUPS = ("rollout", "target", "credit", "loss")
 
 
 @functools.cache
-def _fields(record: type[Any]) -> tuple[str, ...]:
+def _fields(record: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(record))

@@ -38,7 +38,7 @@ class ByName(UserDict[str, T]):
 _ROWS = [(name, place, module) for place, modules in MODULES.items() for module, names in modules.items()
          for name in names.split()]
 PLACES: dict[str, str] = {name: place for name, place, _ in _ROWS}
-TYPES: ByName[type] = ByName({name: module for name, _, module in _ROWS})
+TYPES: ByName[type] = ByName[Any]({name: module for name, _, module in _ROWS})
 assert len(PLACES) == len(_ROWS), "two parts have one name"
 # Classes that parts of a place extend, where they have something in common besides their call.
 BASES: dict[str, type] = {

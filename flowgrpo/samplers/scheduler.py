@@ -158,7 +158,7 @@ def _join(records: Sequence[StepRecord], cat: Callable[[list[torch.Tensor]], tor
                                for name in ("output", "x0", "first", "last"))
     joined = StepRecord(output=output, x0=x0, first=first, last=last)
     for step, drawn in records[0].transition.items():
-        x, x_next, mean = (cat(values) for values in zip(*(
+        x, x_next, mean = (cat([*values]) for values in zip(*(
             (record.x[step], record.x_next[step], record.transition[step].mean) for record in records)))
         shared = drawn.std.ndim < drawn.mean.ndim
         std = drawn.std if shared else cat([record.transition[step].std for record in records])

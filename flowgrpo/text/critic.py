@@ -39,7 +39,7 @@ class Critic:
     """
 
     def __init__(self, part: ValueHead | OutcomeHead | PrunedDraws, policy: CausalLM, kernel: Decoding,
-                 geometry: BatchShape, processes: Processes, outputs: int = 1):
+                 geometry: BatchShape, processes: Processes, *, outputs: int = 1):
         self.part, self.policy, self.kernel = part, policy, kernel
         self.geometry, self.processes = geometry, processes
         self.head = torch.nn.Linear(policy.width, outputs).to(policy.device)

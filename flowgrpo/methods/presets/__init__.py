@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
+from typing import Any
 
 from flowgrpo import domains
 from flowgrpo.methods import part_names
@@ -24,7 +25,7 @@ def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
 
 OF_DOMAINS = {module: names.split() for module, names in part_names.PRESETS.items()}
 OF_TEXT: dict[str, str] = {name: module for module, names in OF_DOMAINS.items() for name in names}
-PRESETS: ByName[Callable[..., Method]] = ByName(
+PRESETS: ByName[Callable[..., Method]] = ByName[Any](
     {**of_module(denoising), **of_module(overlays), **of_module(finals), **OF_TEXT})
 
 

@@ -38,7 +38,7 @@ def class_of(name: str | None) -> Any:
 
     cls: Any = getattr(diffusers, str(name), None)
     blocks: Any = blocks_of(cls)
-    return cls if blocks is None else _kind(cls, type(blocks))
+    return cls if blocks is None else _kind(cls, blocks.__class__)
 
 
 def blocks_of(cls: Any) -> Any:

@@ -133,7 +133,12 @@ class ImageLM(CausalLM):
         head = getattr(self.model.model, HEAD)
         if self.halves == 1:
             return head
-        return lambda states: guide_logits(*map(head, states.chunk(2, -1)), self.guidance)
+
+        def guided(states: Tensor) -> Tensor:
+            own, other = states.chunk(2, -1)
+            return guide_logits(head(own), head(other), self.guidance)
+
+        return guided
 
     @property
     def halves(self) -> int:

@@ -18,6 +18,7 @@ from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     TOKENS,
     WIDTH,
+    Factories,
     Network,
     Parts,
     Pipeline,
@@ -303,5 +304,5 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
 
 
 # Of pipelines with parts of their own, and of those that have the parts of another.
-OWN = images.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
+OWN: Factories = images.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

@@ -207,8 +207,8 @@ def prx() -> Parts:
 
     tokens = tokenizer()
     config: Any = transformers.T5GemmaModuleConfig(
-        **READER | {"num_hidden_layers": 1}, head_dim=8, num_key_value_heads=1, layer_types=["full_attention"],
-        dropout_rate=0.0, attention_dropout=0.0, vocab_size=len(tokens), pad_token_id=tokens.pad_token_id)
+        **READER | {"num_hidden_layers": 1, "dropout_rate": 0.0}, head_dim=8, num_key_value_heads=1,
+        layer_types=["full_attention"], attention_dropout=0.0, vocab_size=len(tokens), pad_token_id=tokens.pad_token_id)
     reader = T5GemmaEncoder(config)
     denoiser = network("PRXTransformer2DModel", hidden_size=16, axes_dim=[4, 4])
     return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "text_encoder": reader,

@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
 
 
 def assemble(name: str, parts: Callable[..., Parts], call: dict[str, Any],
-             own: dict[str, Callable[[], Any]] | None = None, seed: int = 0) -> Made:
+             own: dict[str, Callable[[], Any]] | None = None, *, seed: int = 0) -> Made:
     """Build the pipeline class `name`, which a variant may follow, and the arguments of its call.
 
     parts: returns its parts, and values of attributes. own: builders of parts that `parts` is given.
