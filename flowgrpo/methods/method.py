@@ -87,7 +87,8 @@ class Method:
         found: dict[str, Any] = {}
         for name in _fields(Method):
             part = getattr(self, name)
-            found |= {inner: getattr(part, inner) for inner in _fields(part.__class__)} if name in _GROUPS else {name: part}
+            of_group = name in _GROUPS
+            found |= {inner: getattr(part, inner) for inner in _fields(part.__class__)} if of_group else {name: part}
         return found
 
     def fits(self, process: str) -> bool:
