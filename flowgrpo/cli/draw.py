@@ -95,8 +95,8 @@ def sample(
         from flowgrpo.evaluation.samplers import make_enhancer
 
         writer = make_enhancer(rewriter, seed)
-        _print(images.sample(model, weights, prompts=prompt or [], steps=steps, guidance=guidance, output=output,
-                             rlg=weight, image=image, enhancer=writer, **drawn))
+        _print(images.sample(model, weights, prompt or [], steps=steps, guidance=guidance, output=output, rlg=weight,
+                             image=image, enhancer=writer, **drawn))
         for text, written in writer.known.items() if writer else ():
             typer.echo(f"{text} -> {written}", err=True)
 

@@ -83,8 +83,11 @@ def rate_of(pipe: Any, call: Mapping[str, Any], fps: float | None = None) -> flo
 @contextlib.contextmanager
 def clips_of(policy: Any, frames: int | None) -> Iterator[None]:
     """Context manager: the policy's clips have so many frames; None: those of its call."""
+    if frames is None:
+        yield
+        return
     before = dict(policy.call)
-    policy.call |= {} if frames is None else {"num_frames": frames}
+    policy.call["num_frames"] = frames
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import math
 import os
@@ -77,7 +78,7 @@ class Later(Unanswered):
 class _Place:
     url: str
     busy: int = 0  # open requests
-    used: float = 0.0  # time of its last request
+    turn: int = 0  # the number of its last request
     rests_until: float = 0.0
 
 
@@ -86,15 +87,15 @@ class Places:
     then is used only if all of them rest."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._places, self._lock = [_Place(url) for url in urls], threading.Lock()
+        self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
 
     @contextmanager
     def turn(self) -> Iterator[str]:
         """Context manager: the next URL; one in whose turn `Unanswered` is raised then rests."""
         with self._lock:
             now = time.monotonic()
-            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.used))
-            place.busy, place.used = place.busy + 1, now
+            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
+            place.busy, place.turn = place.busy + 1, next(self._turns)
         try:
             yield place.url
             place.rests_until = 0.0

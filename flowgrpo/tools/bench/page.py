@@ -198,7 +198,7 @@ def _curves(results: dict[str, Any]) -> list[str]:
             (_, base, *_), (end, last, *_) = method[key][0], method[key][-1]
             after = f"{end:,.0f}" if end >= 100 else f"{end:.2g}"
             told = f"{method['label']}: {y.lower()} from {base:.3f} to {last:.3f} after {after} {per}{beside}"
-            curves = [(each[key], colour) for each, colour in ((reference, FIRST), (method, SECOND)) if each]
+            curves = ([(reference[key], FIRST)] if reference else []) + [(method[key], SECOND)]
             figures.append(_figure(method["label"], f"{base:.3f} to {last:.3f}{beside}",
                                    _panel(curves, axes, told, base, dots=key != "curve")))
         beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'

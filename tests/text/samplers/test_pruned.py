@@ -17,7 +17,7 @@ from tests.helpers.refusals import message
 
 
 def drawn(quality=None, micro_batch: int = 5, prompts: int = 2, **options):
-    own = tiny_text.policy(max_tokens=6)
+    own = tiny_text.policy(max_tokens=6, shared_prefix=False)
     own.quality = quality
     asked = own.encode(["1+2=", "33+4="][:prompts]).rows(torch.arange(prompts).repeat_interleave(4))
     greedy = torch.zeros(4 * prompts, dtype=torch.bool)
@@ -54,7 +54,7 @@ def test_survivors_are_nearer_to_half_than_those_kept_by_lot():
 
 
 def test_what_goes_on_is_what_was_begun():
-    """The completions are those of whole draws, which cost more; where all are as likely, the last ones go on."""
+    """The completions are those of whole draws, which cost more where each reads its prompt; where all are as likely, the last ones go on."""
     own, asked, made, spent = drawn()
     whole = pool(own, asked)
     before = own.evaluations
