@@ -16,7 +16,6 @@ from flowgrpo.cli.root import prompts_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import inflect, quantity
 from flowgrpo.storage import atomic, paths
-from flowgrpo.types import unwrap
 
 By = Literal["hardest", "variance", "middling"]
 
@@ -195,7 +194,7 @@ def encode(
     encoded_prompts.require(settings)
     known_sets.require_suited(settings)
     sides = pairs.in_place(settings, known_sets.resolve(settings))
-    paths.require_folder(unwrap(settings.cache))
+    paths.require_folder(settings.cache or "")
     at = torch.device(pick_device(settings.device))
     settings, said = resolve_precision(settings, at)
     typer.echo(f"device: {describe(at)}\nprecision: {said}")

@@ -67,7 +67,7 @@ def columns(rewards: Mapping[str, RewardFunction | Reward], outputs: Shown | Non
     further: as in `score`.
     """
     batch = Batch(outputs, list(prompts), list(metadata), group, **further)
-    assert all(len(given) == len(batch) for given in (outputs, metadata, batch.latents) if given is not None)
+    assert all(len(given) == len(prompts) for given in (outputs, metadata, batch.latents) if given is not None)
     return of_batch(rewards, batch, tally)
 
 

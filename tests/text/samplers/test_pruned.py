@@ -54,7 +54,8 @@ def test_survivors_are_nearer_to_half_than_those_kept_by_lot():
 
 
 def test_what_goes_on_is_what_was_begun():
-    """The completions are those of whole draws, which cost more where each reads its prompt; where all are as likely, the last ones go on."""
+    """The completions are those of whole draws, which cost more where each reads its prompt. Where all are as likely,
+    the last ones go on."""
     own, asked, made, spent = drawn()
     whole = pool(own, asked)
     before = own.evaluations
