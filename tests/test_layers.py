@@ -204,7 +204,7 @@ ATTRIBUTES, OWN_IMPORTS = 20, 25  # of a class; of a module, the modules of the 
 MORE_ATTRIBUTES = {"flowgrpo.config.schema.Config": 27,
                    "flowgrpo.policies.pipelines.pipeline.PipelinePolicy": 32, "flowgrpo.training.scoring.Scoring": 21,
                    "flowgrpo.text.policies.causal_lm.CausalLM": 25, "flowgrpo.trl.ddpo.DDPOConfig": 42}
-MORE_IMPORTS: dict[str, int] = {}
+MORE_IMPORTS = {"flowgrpo.evaluation.images": 26}
 
 
 def attributes(node: ast.ClassDef) -> set[str]:

@@ -5,7 +5,6 @@ Language models: language.py.
 
 from __future__ import annotations
 
-import difflib
 import math
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,16 +16,14 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts
-from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, few_steps, probes
-from flowgrpo.policies.pipelines.call import SCHEDULE, silence_warnings
+from flowgrpo.policies.pipelines.call import SCHEDULE
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, MASKED, names
 from flowgrpo.policies.policy import resolve_precision
@@ -35,49 +32,14 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import prediction
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.starter import FOLDERS
-from flowgrpo.tools.check import replays, tiny
+from flowgrpo.tools.check import replays
+from flowgrpo.tools.check.loading import load_model, refuse
 from flowgrpo.tools.check.replays import GROUP, RANK
 from flowgrpo.training import memory, reward_memory
 
 PROMPT = "a red circle"
 SIDE = 512  # pixels of a stand-in image where the call states no size
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
-LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub id
-
-
-class Unknown(UserError):
-    """Error: the model is not available, so nothing can be reported."""
-
-
-def load_model(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    """Load the pipeline in the recipe's precision; return it with the arguments of its call."""
-    known = tiny.factories()
-    if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
-        return _read(model, config)
-    import diffusers
-
-    if model not in known and hasattr(diffusers, model):
-        refuse(getattr(diffusers, model))
-        raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "
-                      "hub id of such a pipeline")
-    close = difflib.get_close_matches(model, [*known, *FOLDERS], n=1, cutoff=LIKE)
-    if model not in known and not model.endswith("Pipeline") and not close:
-        return _read(model, config)
-    pipe, call = tiny.make(model)
-    with silence_warnings():  # warnings about modules that loading, unlike casting, would keep in fp32
-        return pipe.to(DTYPES[config.precision]), call
-
-
-def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load, checker=False)
-    return pipe, config.model_copy(update={"model": model}).call
-
-
-def refuse(cls: type) -> None:
-    """Raise UserError for a pipeline class that cannot be driven with any weights."""
-    if not hasattr(cls, "encode_prompt"):
-        raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
 
 def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device: str, result: dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import build, sources
 from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.check import tiny
-from flowgrpo.tools.check.pipelines import Unknown, drive
+from flowgrpo.tools.check.loading import Unknown
+from flowgrpo.tools.check.pipelines import drive
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "few_steps", "denoisers", "parameters",
