@@ -75,6 +75,9 @@ def changed(name: str, folder: Path) -> dict[str, Any]:
         return STARTER | precision | {"preferences": str(folder / PAIRS[name])}
     if name == "starter_unified":  # in fp32 by its recipe: its small steps would be rounded away
         return STARTER
+    if name == "starter_4steps":  # an epoch of each of its three parts
+        return STARTER | precision | {"parts.distil.after": 1, "parts.distil.alone": 1,
+                                      "phases": [{"at": 1, "set": {"train.steps": 4, "train.shift": 1.0}}]}
     if name.startswith("starter"):
         return STARTER | precision
     keys = train_recipes.forced(name, folder) | precision | {"train.epochs": EPOCHS, "eval.every": 0}
