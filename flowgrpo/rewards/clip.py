@@ -34,7 +34,6 @@ class OpenClip(ImageModel):
         preprocessing_of(parts[0], self.reward)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Cosines of images and prompts."""
         model, tokenizer = self.models
         return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 

@@ -170,7 +170,6 @@ def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Return the processor for `qwen_vl`."""
     return transformers.Qwen2VLProcessor(
         transformers.Qwen2VLImageProcessor(**SMALL), tokens, transformers.Qwen2VLVideoProcessor(**SMALL))
 
