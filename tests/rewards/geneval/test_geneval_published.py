@@ -101,11 +101,11 @@ def test_names_and_common_arguments_of_mask2former(parts, tmp_path):
     options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
                "device": "cpu:0", "batch_size": 2}
     reward = GenEval(detector=f"mask2former:{tmp_path}", **options)
-    one, two = reward.detector, reward.colours.clip
+    one, two = reward.detector, reward.colours
     assert [(model.dtype, model.device, model.batch_size) for model in (one, two)] == [
         ("bf16", "cpu:0", 2), ("bf16", "cpu:0", 1)]
     assert next(one.models[0].parameters()).dtype == torch.bfloat16
-    assert rewards.find("geneval", {"detector": "http://127.0.0.1:1/", **options}).colours.clip.dtype == "bf16"
+    assert rewards.find("geneval", {"detector": "http://127.0.0.1:1/", **options}).colours.dtype == "bf16"
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------
