@@ -121,13 +121,7 @@ def methods(
     words: Words = None,
 ) -> None:
     """List the presets that --method takes."""
-    tables: dict[str, list[list[str]]] = {title: [] for title in GROUPS}
-    for title, modules in GROUPS.items():
-        for module in modules:
-            file = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
-            tables[title] += [[node.name, *_summary(ast.get_docstring(node) or "")]
-                              for node in ast.parse(file.read_text(encoding="utf-8")).body
-                              if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    tables = {title: [row for module in modules for row in _presets(module)] for title, modules in GROUPS.items()}
     tables["From installed packages"] = [[name, point.value, f"package {point.dist.name}"]
                                          for name, point in group_entry_points("flowgrpo.methods").items()]
     tables = {title: [row for row in rows if has_words(words, row)] for title, rows in tables.items()}
@@ -159,6 +153,13 @@ def parts(
     for title, rows in tables.items():
         print_table(["name", title, "source"], rows)
     typer.echo("What a place is, and the parts: docs/reference/parts.md")
+
+
+def _presets(module: str) -> list[list[str]]:
+    file = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _summary(docstring: str) -> tuple[str, str]:
