@@ -6,8 +6,8 @@ from flowgrpo.cli.root import app, main
 
 # Groups show their commands in this order.
 from flowgrpo.cli import train, draw, evaluate, results, about, new  # isort: skip
-from flowgrpo.cli import prompts, data, rewards, label, compare, verify, contrib  # isort: skip
+from flowgrpo.cli import prompts, data, rewards, label, runs, compare, verify, contrib  # isort: skip
 from flowgrpo.cli import taste, prepare, reproduce  # isort: skip
 
 __all__ = ["about", "app", "compare", "contrib", "data", "draw", "evaluate", "label", "main", "new", "prepare",
-           "prompts", "reproduce", "results", "rewards", "taste", "train", "verify"]
+           "prompts", "reproduce", "results", "rewards", "runs", "taste", "train", "verify"]

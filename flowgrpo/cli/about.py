@@ -1,11 +1,10 @@
-"""`check`, and what there is: `flowgrpo list methods`, `parts`, `recipes` and `runs`, `docs`, `constraints`."""
+"""`check`, and what there is: `flowgrpo list methods`, `parts` and `recipes`, `docs`, `constraints`."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,28 +203,6 @@ def _row(name: str) -> list[str]:
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else ["any, or a CPU", "-", "-"])
     return [name, config.model.rpartition("/")[2], config.method, ", ".join(config.trained), *computed]
-
-
-@list_app.command("runs", short_help="List runs with their rewards before and after.")
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List runs, the newest first: model, method, epochs, rewards on held-out prompts before and after, and state."""
-    from flowgrpo.evaluation.runs import list_runs
-
-    rows = list_runs(folder)
-    if as_json:
-        typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
-        return
-    cells = []
-    for run in rows:
-        rewards = list(dict.fromkeys([*run.before, *run.after]))
-        before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
-                         for values in (run.before, run.after))
-        cells.append([run.name, run.model, run.method, f"{run.epochs} of {'?' if run.total is None else run.total}",
-                      "\n".join(rewards), before, after, run.state])
-    print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], cells)
 
 
 @app.command(hidden=True, short_help="Print a page of the documentation.")
