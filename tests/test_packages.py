@@ -147,7 +147,6 @@ IMPORTED = [(module, name) for module, names in {
     "diffusers.models.autoencoders.vae": "DiagonalGaussianDistribution",
     "diffusers.models.normalization": "MochiRMSNorm RMSNorm",
     "diffusers.modular_pipelines": "PipelineState SequentialPipelineBlocks",
-    "diffusers.pipelines.kolors.pipeline_kolors": "KolorsPipeline",
     "diffusers.pipelines.kolors.text_encoder": "ChatGLMConfig ChatGLMModel",
     "diffusers.pipelines.kolors.tokenizer": "ChatGLMTokenizer",
     "diffusers.pipelines.ltx2": "LTX2TextConnectors",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowgrpo.cli.root import list_app, print_table
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.runs import Run
 
 
 @list_app.command("runs", short_help="List runs with their rewards before and after.")
@@ -23,12 +26,13 @@ def runs(
     rows = list_runs(folder)
     if as_json:
         typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
-        return
-    cells = []
-    for run in rows:
-        rewards = list(dict.fromkeys([*run.before, *run.after]))
-        before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
-                         for values in (run.before, run.after))
-        cells.append([run.name, run.model, run.method, f"{run.epochs} of {'?' if run.total is None else run.total}",
-                      "\n".join(rewards), before, after, run.state])
-    print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], cells)
+    else:
+        print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], list(map(_cells, rows)))
+
+
+def _cells(run: Run) -> list[str]:
+    rewards = list(dict.fromkeys([*run.before, *run.after]))
+    before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
+                     for values in (run.before, run.after))
+    total = "?" if run.total is None else str(run.total)
+    return [run.name, run.model, run.method, f"{run.epochs} of {total}", "\n".join(rewards), before, after, run.state]

@@ -251,8 +251,8 @@ def test_refusals_of_language_models():
 def test_completions_carry_the_tag_that_a_chat_template_ends_with(made, end, tag):
     own = made()
     getattr(own, "processor", own.tokenizer).chat_template += "{{ '" + end.replace("\n", "\\n") + "' }}"
-    asked, decoding = own.encode(ASKED), getattr(own, "unmasking", Decoding())
-    drawn = own.sample(asked, decoding, own.generators(range(4)), torch.zeros(4, dtype=torch.bool)).texts
+    asked = own.encode(ASKED)
+    drawn = own.sample(asked, own.plain, own.generators(range(4)), torch.zeros(4, dtype=torch.bool)).texts
     assert [text.opened for text in [*drawn, *own.generate(asked, own.generators(range(4)))]] == [tag] * 8
     own.text = own.text.model_copy(update={"template": False})  # the prompt itself is all that the model reads
     assert own.opened(["1+<think>", "<think>1+"]) == ["<think>", ""]
@@ -416,7 +416,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     torch.testing.assert_close(found.logp, expected.logp, rtol=0, atol=1e-5)
     assert (found.logp - taken.old.logp).abs().max() > 1e-2
     [again] = loop.reference(own, part, asked)
-    assert torch.equal(again.logp, found.logp) and len(own.policy.teacher.known) == 1
+    assert torch.equal(again.logp, found.logp) and len(own.policy._teachers) == 1
 
 
 @pytest.mark.fast
