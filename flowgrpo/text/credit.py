@@ -16,7 +16,8 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit, chain
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.types import Completions, Context, Segmented, unwrap
+from flowgrpo.text.samplers.language_model import CausalModel, TokenizedPrompts
+from flowgrpo.types import Completion, Completions, Context, Segmented, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
@@ -209,6 +210,34 @@ def with_gains(scores: Tensor, gain: float) -> Tensor:
     nothing."""
     change = scores[:, 1:] - scores[:, :-1]
     return torch.cat([scores[:, :1], scores[:, 1:] + gain * change.nan_to_num(0)], 1) if gain else scores
+
+
+def score_steps(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, spread: StepScores,
+                judge: Callable[..., Tensor]) -> Segmented:
+    """The completions in steps, with the score of each.
+    judge: judge(texts, votes, prompts, None, names) returns the total rewards [., votes] of texts of the prompts."""
+    def text(ids: Sequence[int]) -> str:
+        return policy.tokenizer.decode(ids, skip_special_tokens=True)
+
+    segments, texts, of = torch.zeros_like(taken.ids), [], []
+    tags = policy.opened([tokenized.prompts[i] for i in taken.prompts])
+    for row, (ids, mask) in enumerate(zip(taken.ids, taken.old.mask.cpu())):
+        count = int((mask * torch.arange(1, len(mask) + 1)).max())  # to the last one that counts
+        start = 0
+        for number, end in enumerate(text_steps(ids[:count].tolist(), spread.ends, text)):
+            segments[row, start:] = number
+            shown = ids[0 if spread.whole else start:end].tolist()
+            opened = "" if start and not spread.whole else tags[row]
+            texts += [Completion(text(shown), len(shown), opened=opened)] * spread.votes
+            of.append((row, number))
+            start = end
+    scores = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
+    if of:
+        rows, numbers = torch.tensor(of).unbind(1)
+        prompts = taken.prompts[rows].repeat_interleave(spread.votes)
+        scores[rows, numbers] = spread.majority_vote(judge(texts, spread.votes, prompts, None,
+                                                           spread.rewards)).to(scores)
+    return Segmented(**vars(taken), segments=segments, values=scores)
 
 
 def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], str]) -> list[int]:

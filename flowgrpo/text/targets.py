@@ -1,5 +1,5 @@
 """Rollout of a language model, as a group of a method's parts, and its targets: what the loss of a method scores.
-`text.rollouts.targets` samples and replays them."""
+`text.rollouts` samples and replays them."""
 
 from __future__ import annotations
 

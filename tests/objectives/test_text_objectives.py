@@ -336,12 +336,12 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         batch = trainer.prompts[:2]
         parts, asked, scores = sampling.sample(trainer, batch)
         parts = [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None]
-        seen, replay = [], trainer.rollouts.target.replay
+        seen, replay = [], trainer.rollouts.replay
         trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
-        def counted(part, asked):
+        def counted(part, conditioning):
             seen.append(len(part.transitions[0].ids))
-            return replay(part, asked)
-        trainer.rollouts.target.replay = counted
+            return replay(part, conditioning)
+        trainer.rollouts.replay = counted
         for part in parts:
             loop.backward(trainer, part, asked, {0: 1.0}, 8, UpdateStats())
         assert len(seen) == len(parts) * (passes + (method == "trpa"))

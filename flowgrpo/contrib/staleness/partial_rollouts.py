@@ -74,7 +74,7 @@ class Pool:
         for groups, prompts, _, _ in rollouts.whole_groups(len(whole)):
             of = [whole[place] for place in groups]
             batch = complete_groups(self.policy, [each.prompt.shown for each in of], [each.group for each in of])
-            yield rollouts.target.record(groups, prompts, [batch]), [list(batch.texts)]
+            yield rollouts.record(groups, prompts, [batch]), [list(batch.texts)]
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         tensors = {f"{place}.{name.name}": getattr(of.group, name.name) for place, of in enumerate(self.groups)

@@ -7,7 +7,6 @@ log-probability is that in the state of its own step. So a replay evaluates the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,17 +25,10 @@ from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
 from flowgrpo.text.policies.text_weights import at_revision
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
-from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import SampledTrace, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, wide
 
 SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
-
-
-@dataclass(frozen=True, eq=False)
-class SampledTrace(SampledCompletions):
-    """Completions with the steps, int64 [B,L], at which each token was drawn; logp is the replay's, at `shrink`."""
-
-    steps: Tensor
 
 
 class MaskedLM(CausalLM):

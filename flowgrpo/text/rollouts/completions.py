@@ -8,10 +8,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from flowgrpo import objectives
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
@@ -22,39 +23,50 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
+from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.storage.checkpoint import Stateful
-from flowgrpo.text.credit import StepScores
+from flowgrpo.text.credit import StepScores, score_steps
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.targets import CompletionTokens, score_steps
-from flowgrpo.text.samplers.decoding import WithAnswers
+from flowgrpo.text.samplers.decoding import Unmasking, WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
-from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, rank_answers, with_answers
+from flowgrpo.text.samplers.language_model import (
+    SampledCompletions,
+    SampledTrace,
+    TokenizedPrompts,
+    rank_answers,
+    with_answers,
+)
+from flowgrpo.types import Completions, Scored, Traces, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.methods.targets import TokenRollout
 
 
 class TextRollouts(GroupSampler[TokenizedPrompts]):
-    """Prompts, completions and replays of a language model under a method. target: what the loss scores.
+    """Prompts, completions and replays of a language model under a method: what the loss scores is its tokens, by their
+    log-probability; those of an unmasking's trace in the state of each token's own step.
 
     Where `generate` computes other log-probabilities than the replay, as in half precision, the old ones are the
     replay's, and what they differ by becomes a weight of every token (`Mismatch`).
-    source: what draws, in the names of metrics.
+    source: what draws, in the names of metrics. progress: share of the run's epochs that are over, 0 in the first and 1
+    in the last one.
     """
 
     policy: Any  # a `CausalLM` or a `MaskedLM`
     source = "sampler"
+    progress = 0.0
     weighs_replays = True
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
-        self.target, self.drawer = CompletionTokens(self), self.policy  # or an engine
+        self.drawer = self.policy  # or an engine
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         # [5] of a part: drawn tokens, sums of sampler - trainer, weight and above the cap, and the largest difference
@@ -92,7 +104,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         before, generation = self.drawer.evaluations, self.method.generation
         kernel = generation.decoding
         self.mismatches = self.mismatches if turn else []
-        self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
+        self.progress = epoch / max(self.config.train.epochs - 1, 1)
         if self.has_teachers:  # whose answers join a group in the order of how well the policy comprehends them
             with self.clock("rollout"):
                 conditioning = rank_answers(self.policy, conditioning)
@@ -114,7 +126,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                     with self.clock("rollout"):
                         batches = [with_answers(self.policy, conditioning, prompts[at], samples[at] - first, batch,
                                                 kernel) for at, batch in zip(rows, batches)]
-                part = self.with_old_scores(self.to_part(groups, prompts, samples, batches), conditioning)
+                part = self.record(groups, prompts, batches, samples < kernel.greedy if kernel.greedy else None)
+                part = self.with_old_scores(part, conditioning)
                 part = self.add_values(part, conditioning, seed, judge)
                 outputs = [batch.outputs for batch in batches]
                 yield part, [torch.cat(outputs) if torch.is_tensor(outputs[0]) else list(chain(*outputs))]
@@ -134,16 +147,6 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         with torch.no_grad(), self.clock("update"):
             return self.rescore(part, conditioning)
 
-    def to_part(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
-                batches: list[SampledCompletions]) -> Part:
-        """Whole groups of completions as a part; samples: int64 [B], the place of each in its group."""
-        part, greedy = self.target.record(groups, prompts, batches), self.method.generation.decoding.greedy
-        if not greedy:
-            return part
-        taken: Any
-        [taken] = part.transitions
-        return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
-
     def add_values(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """The part in segments, where its credit needs them: with Monte-Carlo values of the states between them, or
         with scores of its steps."""
@@ -161,6 +164,49 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                                               self.method.generation.decoding, seed, self.geometry.group,
                                               self.geometry.generation_batch, judge)
         return replace(part, transitions=(completions,))
+
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions],
+               greedy: torch.Tensor | None = None) -> Part:
+        """Whole groups of completions as a part; greedy: bool [B], those of most likely tokens.
+        Completions that were cut off without an end are left out of the loss, or lose the penalty, as `text.truncated`
+        says."""
+        ids, logp, mask, cut = (torch.cat([getattr(batch, name) for batch in batches]) for name in
+                                ("ids", "logp", "mask", "cut"))
+        text = self.config.text
+        measured = {"penalty": text.penalty * cut.float()} if text.truncated == "penalise" else {}
+        old = Scored(logp.masked_fill(~mask, 0.0), mask)
+        experts = self.method.generation.decoding.expert
+        expert = torch.cat([unwrap(batch.expert) for batch in batches]) if experts else None
+        taken = Completions(ids, prompts, old, greedy=greedy, expert=expert,
+                            left_out=cut if text.truncated == "mask" else None)
+        if isinstance(batches[0], SampledTrace):
+            taken = Traces(**vars(taken), steps=torch.cat([cast(SampledTrace, batch).steps for batch in batches]))
+        return Part(groups, prompts, None, (taken,), (), measured=measured)
+
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches; of traces as
+        many rows at once as have a micro-batch of states, one at least."""
+        [taken], decoding, most = part.transitions, self.method.generation.decoding, self.geometry.micro_batch
+        together, of_trace = most, isinstance(taken, Traces)
+        if of_trace:
+            states = int(cast(Unmasking, decoding).scorings(taken.steps, taken.ids.shape[1]).max()) + 1
+            together = max(most // states, 1)
+        for start in range(0, len(taken.ids), together):
+            rows = slice(start, start + together)
+            trace = (taken.steps[rows], most) if of_trace else ()
+            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
+                                                 taken.old.mask[rows], decoding, *trace,
+                                                 entropy=self.method.reads_entropy)
+
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
+        surrogate = self.method.loss.surrogate
+        if not isinstance(surrogate, GroupLoss):
+            given = cast(Completions, part.transitions[0]).expert
+            expert = None if given is None else given.to(self.policy.device)
+            return lambda batch, k, rows, new, old: objectives.surrogate_input(
+                surrogate, new, old, expert if expert is None else expert[rows])
+        return CompletionInputs(self.method, part, reference, self.policy.device,
+                                lambda: self.replay(part, conditioning), self.progress)
 
     def stateful(self) -> dict[str, Stateful]:
         return {"language": self.policy}  # whose trials are made once in a run

@@ -66,7 +66,7 @@ class RecordedTextRollouts(TextRollouts):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
             with self.clock("encode"):
                 recorded = self._to_completions(conditioning, prompts, texts)
-            yield self.target.record(groups, prompts, [recorded]), [[*recorded.texts]]
+            yield self.record(groups, prompts, [recorded]), [[*recorded.texts]]
 
     @torch.no_grad()
     def _to_completions(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:

@@ -65,6 +65,13 @@ class SampledCompletions:
         return self.texts
 
 
+@dataclass(frozen=True, eq=False)
+class SampledTrace(SampledCompletions):
+    """Completions with the steps, int64 [B,L], at which each token was drawn; logp is the replay's, at `shrink`."""
+
+    steps: Tensor
+
+
 class CausalModel(Protocol):
     """What samplers need of a `CausalLM`.
 
