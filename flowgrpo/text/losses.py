@@ -293,7 +293,6 @@ class RewardLabels(SampleLoss):
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]
-        """True if the logits are log-ratios to the reference."""
         return self.reference
 
     def _ratio(self, batch: CompletionBatch | NoisedBatch) -> Tensor:

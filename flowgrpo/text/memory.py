@@ -67,13 +67,12 @@ def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tenso
 
 
 def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
-    """Bytes that the forward of one row keeps for its backward."""
     ids = _tokens(policy, row, length)
     with policy._arithmetic():
         if isinstance(policy, MaskedLM):
             prompts = policy._together(row, torch.tensor([0]))
             return activation_bytes([policy.model], lambda: policy._logits(prompts, ids))
-        return activation_bytes([policy.model], lambda: policy._whole(row, ids))
+        return activation_bytes([policy.model], lambda: policy.states_before(row, ids))
 
 
 @torch.no_grad()

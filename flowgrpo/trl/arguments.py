@@ -61,7 +61,6 @@ def with_options(keys: Mapping[str, Any], options: Any) -> dict[str, Any]:
 
 
 def processes() -> int:
-    """Number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -188,7 +188,13 @@ class DDPOTrainer(NamedArguments):
             text, metadata = prompt_function()
             counts[json.dumps({"prompt": str(text), "metadata": metadata or {}})] += 1
         self.prompts = [json.loads(line) | {"weight": count} for line, count in counts.items()]
-        self._hook, self.reward = image_samples_hook, _of_ddpo(reward_function)
+
+        def reward(images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
+            answer = reward_function(images, tuple(prompts), tuple(metadata))
+            return answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+
+        reward.__name__ = getattr(reward_function, "__name__", type(reward_function).__name__).strip("_")
+        self._hook, self.reward = image_samples_hook, reward
         check(self.pipeline, {self.reward: 1.0}, self.prompts, keys)
         if given := [name for name in UNREAD if getattr(config, name) != getattr(DDPOConfig(), name)]:
             print(f"DDPOConfig: {', '.join(given)}: not read here")
@@ -270,12 +276,3 @@ class Log:
         """Add a line to log.jsonl."""
         atomic.make_folder(self.folder)
         atomic.append_line(self.folder / "log.jsonl", json.dumps({"step": step} | dict(values), default=str))
-
-
-def _of_ddpo(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_ddpo(images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
-        answer = function(images, tuple(prompts), tuple(metadata))
-        return answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
-
-    of_ddpo.__name__ = getattr(function, "__name__", type(function).__name__).strip("_")
-    return of_ddpo

@@ -7,9 +7,8 @@ import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.text import memory
-from flowgrpo.text.policies.image_lm import SampledImages
-from flowgrpo.text.policies.masked_lm import SampledTrace
 from flowgrpo.text.samplers.groups import concatenate, reorder
+from flowgrpo.text.samplers.language_model import SampledCompletions
 from flowgrpo.training import state
 from tests.helpers import tiny_runs
 from tests.helpers import tiny_text as tiny
@@ -90,11 +89,12 @@ def test_the_estimate_holds_the_cache_of_all_that_are_drawn_at_once():
     assert geometry(made[None].config.train, 2).generation_batch == 8  # of each of two processes
 
 
-@pytest.mark.parametrize("kind, more", [(SampledTrace, {"steps": torch.arange(8).view(4, 2)}),
-                                        (SampledImages, {"images": torch.arange(48.0).view(4, 3, 2, 2)})])
-def test_pieces_of_every_kind_are_joined_and_ordered_with_all_that_they_hold(kind, more):
-    whole = kind(torch.arange(8).view(4, 2), -torch.arange(8.0).view(4, 2), torch.ones(4, 2, dtype=torch.bool),
-                 torch.tensor([True, False, True, False]), ["a", "b", "c", "d"], **more)
+@pytest.mark.parametrize("more", [{"steps": torch.arange(8).view(4, 2)},
+                                  {"images": torch.arange(48.0).view(4, 3, 2, 2)}])
+def test_pieces_of_every_kind_are_joined_and_ordered_with_all_that_they_hold(more):
+    whole = SampledCompletions(torch.arange(8).view(4, 2), -torch.arange(8.0).view(4, 2),
+                               torch.ones(4, 2, dtype=torch.bool), torch.tensor([True, False, True, False]),
+                               ["a", "b", "c", "d"], **more)
     pieces = [reorder(whole, torch.tensor(at)) for at in ([0], [1, 2], [3])]
     joined, turned = concatenate(pieces), reorder(whole, torch.tensor([3, 3, 0]))
     for field in fields(whole):

@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import presets
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduce_loss
 from flowgrpo.text.credit import ExitDecay, LengthSwitch
-from flowgrpo.text.policies.masked_lm import MaskedLM, SampledTrace
+from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.samplers.language_model import SampledCompletions
 from flowgrpo.training import credit as credits
 from flowgrpo.training.optimizer import shares
@@ -74,15 +74,17 @@ def scored(trainer, lengths, cut, rewards):
     with torch.no_grad():
         logp = trainer.policy.log_probs(asked, prompts, ids, mask, trainer.method.generation.decoding,
                                         *((steps["steps"], 8) if steps else ())).logp
-    drawn = (SampledTrace if steps else SampledCompletions)(
+    drawn = SampledCompletions(
         ids, logp, mask, torch.tensor(cut).bool().repeat(2),
         trainer.policy.detokenize(ids, mask, [asked.prompts[row] for row in prompts]),
         expert=torch.zeros(8).bool(), **steps)
     size, parts = trainer.geometry.micro_batch, []
     for start in range(0, 8, size):
         at = slice(start, start + size)
-        own = replace(drawn, **{name: value[at] for name, value in vars(drawn).items()})
-        part = rollouts.to_part(range(start // 4, (start + size) // 4), prompts[at], torch.arange(8)[at] % 4, [own])
+        own = replace(drawn, **{name: value[at] for name, value in vars(drawn).items() if value is not None})
+        greedy = torch.arange(8)[at] % 4 < trainer.method.generation.decoding.greedy
+        part = rollouts.record(range(start // 4, (start + size) // 4), prompts[at], [own],
+                               greedy if trainer.method.generation.decoding.greedy else None)
         part = rollouts.rescore(part, asked) if trainer.method.loss.surrogate.reads_uniform else part
         parts.append(rollouts.add_values(part, asked, rollouts.seeds(0, 0, 2), lambda texts, count, *_: torch.full(
             (len(texts) // count, count), sum(rewards) / 4)))

@@ -264,7 +264,7 @@ class CausalLM:
             if self.text.shared_prefix and len(unique) < len(of) and not self.reason_not_shared(tokenized):
                 hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
             else:
-                hidden = self._whole(tokenized.rows(prompts), ids)
+                hidden = self.states_before(tokenized.rows(prompts), ids)
             states, head, taken = hidden[kept], self.head, self.columns(ids[kept])
             if not self.head_alone(tokenized):
                 # The model does more than its head: from its own logits, all held in memory.
@@ -280,15 +280,12 @@ class CausalLM:
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """The states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
-        with self._arithmetic():
-            return self._whole(tokenized, ids)
-
-    def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
+        """The states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution; every row
+        is read from its start."""
         inputs, places = self._concatenate(tokenized, ids)
-        states = self.body(**self.read(inputs), use_cache=False,
-                           **self._beside(tokenized, inputs.shape[1])).last_hidden_state
+        with self._arithmetic():
+            states = self.body(**self.read(inputs), use_cache=False,
+                               **self._beside(tokenized, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     @torch.no_grad()
@@ -298,8 +295,7 @@ class CausalLM:
         tokens, int64 [m,L]: every place is one."""
         hidden = []
         for rows in torch.arange(len(taken.ids)).split(together):
-            with self._arithmetic():
-                (states,) = wide(self._whole(tokenized.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
+            (states,) = wide(self.states_before(tokenized.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
             hidden.append(states[taken.old.mask[rows].to(self.device)])
         return torch.cat(hidden), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
 
@@ -322,8 +318,8 @@ class CausalLM:
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
     def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
-        """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
-        once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
+        """`states_before` of completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is
+        computed once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
         inputs, mask = self._pad_left(tokenized)
         positions, next_position = self._positions(tokenized, inputs, mask)
         read = self.body(**self.read(inputs), attention_mask=mask, position_ids=positions, use_cache=True,
@@ -370,7 +366,7 @@ class CausalLM:
         """Try one prompt, and twice the tokens `text` behind it; return the reason of a failure."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
         with self._arithmetic():
-            whole = self.head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
+            whole = self.head(self.states_before(tokenized.rows(torch.tensor([0, 0])), ids))
             try:
                 shared = self.head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache

@@ -104,12 +104,11 @@ class VLLM:
             requests = self.llm.generate(prompts, settings, lora_request=self.request, use_tqdm=False)
         finally:
             self.llm.sleep(level=1)
-        rows = read_outputs(requests)
-        self.evaluations += sum(len(ids) for ids in tokenized.ids) + sum(len(ids) for ids, _ in rows)
-        return pack_completions(self.policy, tokenized.prompts, rows)
+        outputs = [output for request in requests for output in request.outputs]  # one each
+        self.evaluations += sum(len(ids) for ids in (*tokenized.ids, *(output.token_ids for output in outputs)))
+        return pack_completions(self.policy, tokenized.prompts, outputs)
 
     def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
-        """Temperature 0 is greedy; log-probabilities are those of drawn tokens only."""
         return self.vllm.SamplingParams(
             temperature=0.0 if greedy else decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k or -1,
             min_p=decoding.min_p, seed=seed % 2**63, max_tokens=self.policy.text.max_tokens, logprobs=0,
@@ -128,21 +127,14 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
             raise UserError(f"text.engine is vllm, which does not sample for {what} here: {cure}")
 
 
-def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    outputs = [output for request in requests for output in request.outputs]  # one each
-    return [([*output.token_ids], [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)])
-            for output in outputs]
-
-
-def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tuple[Sequence[int], Sequence[float]]]
-                     ) -> SampledCompletions:
-    """An engine's completions, (tokens, log-probabilities) of each prompt, as the policy's `SampledCompletions`.
-    Tokens behind an end are dropped."""
+def pack_completions(policy: CausalLM, prompts: Sequence[str], outputs: Sequence[Any]) -> SampledCompletions:
+    """vLLM's output for each prompt as the policy's `SampledCompletions`. Tokens behind an end are dropped."""
     most = policy.text.max_tokens
-    ids, logp = torch.full((len(rows), most), -1), torch.zeros(len(rows), most)
-    for row, (tokens, values) in enumerate(rows):
-        count = min(len(tokens), most)
-        ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
+    ids, logp = torch.full((len(outputs), most), -1), torch.zeros(len(outputs), most)
+    for row, output in enumerate(outputs):
+        tokens = output.token_ids[:most]
+        values = [step[token].logprob for step, token in zip(output.logprobs, tokens)]
+        ids[row, :len(tokens)], logp[row, :len(tokens)] = torch.tensor(tokens), torch.tensor(values)
     mask, cut = completion_masks(ids, policy.ends)
     mask &= ids >= 0
     ids, logp = ids.masked_fill(~mask, policy.padding), logp.masked_fill(~mask, 0.0)

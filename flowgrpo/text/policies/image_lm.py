@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
-from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
+from flowgrpo.text.policies.vision_lm import VisionLM, language_layers, template_inputs
 from flowgrpo.text.samplers.decoding import Decoding, Draw, Generators, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap, wide
@@ -30,41 +29,27 @@ DECODED = 8  # images that are decoded at once
 KEPT = 2**28  # bytes of decoded images that are kept
 
 
-@dataclass(frozen=True, eq=False)
-class SampledImages(SampledCompletions):
-    """Completions that are images. pictures: float32 [B,3,H,W] in [0, 1], on the CPU."""
+class Guided(Draw):
+    """`Draw` for the two halves of a batch, with and without prompts: guides, and draws.
 
-    images: Tensor = field(kw_only=True)
-
-    @property
-    def outputs(self) -> Tensor:
-        return self.images
-
-
-class Guided:
-    """Logits processor for the two halves of a batch, with and without prompts: guides, and draws.
-
-    The logits of `generate` are [2B,V]; those that it gets back are the drawn tokens' [B,V] (`Draw`).
+    The logits of `generate` are [2B,V]; those that it gets back are the drawn tokens' [B,V].
     shift: what a token's id is above its column. conditional: log-probabilities are those without guidance.
     """
 
-    def __init__(self, draw: Draw, guidance: float, shift: int, conditional: bool):
-        self.draw, self.guidance, self.shift, self.conditional = draw, guidance, shift, conditional
+    def __init__(self, *drawn: Any, guidance: float, shift: int, conditional: bool):
+        super().__init__(*drawn)
+        self.guidance, self.shift, self.conditional = guidance, shift, conditional
         self.ids: Tensor | None = None  # drawn so far
-        self.scores: list[Tensor] = []
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         own, other = logits.chunk(2)
         before = ids[:, :0] if self.ids is None else self.ids
-        chosen = self.draw(before, guide_logits(own, other, self.guidance))
+        chosen = super().__call__(before, guide_logits(own, other, self.guidance))
         taken = chosen.argmax(-1, keepdim=True)
         self.ids = torch.cat([before, taken + self.shift], 1)
         if self.conditional:
-            self.scores.append(self.draw.decoding(own, taken[:, 0]).gather(1, taken))
+            self.found[-1] = self.decoding(own, taken[:, 0]).gather(1, taken)
         return chosen
-
-    def log_probs(self) -> Tensor:
-        return torch.cat(self.scores, 1) if self.conditional else self.draw.log_probs()
 
 
 def guide_logits(own: Tensor, other: Tensor, scale: float) -> Tensor:
@@ -84,7 +69,7 @@ class ImageLM(CausalLM):
     Raises UserError for a model without an image head, and for a generation configuration that lacks what it needs.
     """
 
-    process, modality, classes = "image tokens", "image", CLASSES
+    process, modality, classes = "image tokens", "image", VisionLM.classes
     images_refused = ("generates images from a text only, but a prompt brings an image: leave it out, or train its "
                       "answers (text.generates: text)")
     writes = "image", "shorten the prompt"
@@ -194,28 +179,30 @@ class ImageLM(CausalLM):
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
-               greedy: Tensor, guidance: float | None = None) -> SampledImages:
+               greedy: Tensor, guidance: float | None = None) -> SampledCompletions:
         """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens.
         guidance: None: that of the rollout."""
         from transformers import LogitsProcessorList, StaticCache
 
         guidance = self.guidance if guidance is None else guidance
-        draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
+        drawn = decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device)
         ids, mask = self._pad_left(tokenized)
         with self._arithmetic():
             if guidance == 1:
-                ids, logp = self._sample_without_guidance(ids, mask, draw).cpu(), draw.log_probs().cpu()
+                draw = Draw(*drawn)
+                ids = self._sample_without_guidance(ids, mask, draw).cpu()
             else:
-                process = Guided(draw, guidance, self.first, self.conditional)
+                draw = Guided(*drawn, guidance=guidance, shift=self.first, conditional=self.conditional)
                 # The model's own is as long as the longest before, by which a resumed run would round otherwise.
                 cache = StaticCache(self.model.config.get_text_config(), max_cache_len=ids.shape[1] + self.grid)
                 # guidance_scale 1: the model's own would be combined in its dtype, behind our processor.
                 codes = self.model.generate(input_ids=ids, attention_mask=mask, generation_mode="image",
                                             do_sample=False, guidance_scale=1.0, max_length=ids.shape[1] + self.grid,
-                                            logits_processor=LogitsProcessorList([process]), **{self._cache: cache})
-                ids, logp = (codes + self.first).cpu(), process.log_probs().cpu()
+                                            logits_processor=LogitsProcessorList([draw]), **{self._cache: cache})
+                ids = (codes + self.first).cpu()
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledImages(ids, self._sound(logp, tokenized), mask, ~mask.any(1), [], images=self.decode(ids))
+        logp = self._sound(draw.log_probs().cpu(), tokenized)
+        return SampledCompletions(ids, logp, mask, ~mask.any(1), [], images=self.decode(ids))
 
     def _sample_without_guidance(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
         """Image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate` with one
@@ -261,11 +248,11 @@ class ImageLM(CausalLM):
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
+    def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """The states [B,L,H] before each image token, with guidance [B,L,2H]: of the prompts and without."""
         if self.halves == 1:
-            return super()._whole(tokenized, ids)
-        both = super()._whole(self._both(tokenized), torch.cat([ids, ids]))
+            return super().states_before(tokenized, ids)
+        both = super().states_before(self._both(tokenized), torch.cat([ids, ids]))
         return torch.cat(both.chunk(2), -1)
 
     def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from flowgrpo.policies.build import CAUSAL_LM, IMAGE_TOKENS, MASKED_LM, VISION_L
 from flowgrpo.starter import FOLDERS
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.image_lm import ImageLM
-from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
+from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
-from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM
+from flowgrpo.text.policies.vision_lm import VisionLM
 
 DRAWING = ("janus",)  # families of language models with an image head
 IN_TEXT = ("emu3", "chameleon", "glm_image")  # those that draw with tokens of their texts' vocabulary
@@ -64,13 +64,12 @@ def load(config: Config) -> tuple[Any, Any]:
     hub.require(config.model)
     source = config.model, config.precision, config.trust_remote_code
     kind_of_model = build.kind(config)
-    if kind_of_model == MASKED_LM:
-        return load_masked_lm(*source, files=config.load)
+    classes = MaskedLM.classes if kind_of_model == MASKED_LM else CausalLM.classes
     folder = Path(FOLDERS.get(config.model, config.model))
-    if kind_of_model in (VISION_LM, IMAGE_TOKENS) or \
+    if kind_of_model in (VISION_LM, IMAGE_TOKENS) or kind_of_model != MASKED_LM and \
             not folder.is_dir() and reads_images(build.on_hub(config.model, config.load.revision)):
-        return load_causal_lm(*source, CLASSES, files=config.load)
-    return load_causal_lm(*source, files=config.load)
+        classes = VisionLM.classes
+    return load_causal_lm(*source, classes, files=config.load)
 
 
 def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,

@@ -16,16 +16,13 @@ from torch.func import functional_call
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo import hub
-from flowgrpo.config.sections import Adapter, Load, Text
-from flowgrpo.device import DTYPES
+from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
-from flowgrpo.log import quiet
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
-from flowgrpo.text.policies.text_weights import at_revision
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
-from flowgrpo.text.samplers.language_model import SampledTrace, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, wide
 
 SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
@@ -38,7 +35,7 @@ class MaskedLM(CausalLM):
     length go through it together. unmasking: decoding of evaluation, at `text.eval_temperature`.
     """
 
-    process = "masks"
+    process, classes = "masks", ("AutoModelForMaskedLM", "AutoTokenizer")
     # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
     targets = [*TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
 
@@ -60,7 +57,7 @@ class MaskedLM(CausalLM):
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, unmasking: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor) -> SampledTrace:
+               greedy: Tensor) -> SampledCompletions:
         """Sample an answer to each row from its own generator; greedy: bool [B], rows of most likely tokens."""
         assert isinstance(unmasking, Unmasking), type(unmasking)
         count, most = len(tokenized.ids), self.text.max_tokens
@@ -75,7 +72,7 @@ class MaskedLM(CausalLM):
         if unmasking.shrink > 1:
             logp = self.log_probs(tokenized, torch.arange(count), ids, mask, unmasking, steps, count).logp
         logp = self._sound(logp.masked_fill(~mask, 0.0), tokenized)
-        return SampledTrace(ids.cpu(), logp.cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())
+        return SampledCompletions(ids.cpu(), logp.cpu(), mask.cpu(), cut.cpu(), texts, steps=steps.cpu())
 
     def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +149,6 @@ class MaskedLM(CausalLM):
             return score(self._logits(prompts, answers)[row, place], self.permitted, ids, unmasking,
                          entropy=entropy)
 
-    def another(self, model: str) -> tuple[Any, Any]:
-        return load_masked_lm(model, self.precision)
-
     def _last_hidden_states(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_: Any) -> Tensor:
         """The last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
         inputs = torch.cat([prompts, answers], 1)
@@ -230,25 +224,4 @@ class MaskedLM(CausalLM):
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
 
 
-def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False, files: Load = Load()
-                   ) -> tuple[Any, Any]:
-    """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one with custom code, if
-    allowed.
-    files: variant and revision.
-    Raises UserError if it does not load."""
-    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        with quiet():
-            common: dict[str, Any] = {"trust_remote_code": trust_remote_code, **at_revision(files)}
-            config = AutoConfig.from_pretrained(model, **common)
-            stock = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
-            return ((AutoModelForMaskedLM if stock else AutoModel).from_pretrained(
-                        model, dtype=DTYPES[precision], variant=files.variant, **common),
-                    AutoTokenizer.from_pretrained(model, **common))
-    except Exception as error:  # third-party model files can raise anything
-        expected = ("a directory with a config.json and a tokenizer, or a hub id; one with its own code needs "
-                    "trust_remote_code: true")
-        raise hub.load_error(error, model, "masked language model", expected) from error
+load_masked_lm = partial(load_causal_lm, classes=MaskedLM.classes)

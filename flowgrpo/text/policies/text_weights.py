@@ -82,26 +82,29 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
                    classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer"), files: Load = Load()
                    ) -> tuple[Any, Any]:
     """Load (model, tokenizer): a starter's name, a directory or a hub id.
-    classes: of transformers. files: variant and revision.
+    classes: of transformers; of masked models also one with its own code, if allowed. files: variant and revision.
     Raises UserError if it does not load."""
     import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    source = FOLDERS.get(model, model)
+    source, masked = FOLDERS.get(model, model), classes[0] == "AutoModelForMaskedLM"
     try:
         with quiet():
             body, reader = (getattr(transformers, name) for name in classes)
-            common: dict[str, Any] = {"trust_remote_code": trust_remote_code, **at_revision(files)}
+            common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+            if files.revision is not None:
+                common["revision"] = files.revision
+            if masked:
+                known = transformers.AutoConfig.from_pretrained(source, **common).architectures or []
+                body = body if any(name.endswith("ForMaskedLM") for name in known) else transformers.AutoModel
             return (body.from_pretrained(source, dtype=DTYPES[precision], variant=files.variant, **common),
                     reader.from_pretrained(source, **common))
     except Exception as error:  # third-party model files can raise anything
-        expected = "starter_text, a directory with a config.json and a tokenizer, or a hub id"
-        raise hub.load_error(error, model, "language model", expected) from error
-
-
-def at_revision(files: Load) -> dict[str, str]:
-    return {} if files.revision is None else {"revision": files.revision}
+        folder = "a directory with a config.json and a tokenizer, or a hub id"
+        raise (hub.load_error(error, model, "masked language model",
+                              f"{folder}; one with its own code needs trust_remote_code: true") if masked else
+               hub.load_error(error, model, "language model", f"starter_text, {folder}")) from error
 
 
 def special_tokens(model: Any, tokenizer: Any, template: bool | None = None) -> tuple[list[int], int]:

@@ -22,7 +22,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
-CLASSES = "AutoModelForImageTextToText", "AutoProcessor"  # of transformers, which load a model and its processor
 # Configuration keys of the placeholder tokens of an image, a video or a sound.
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
@@ -51,7 +50,7 @@ class VisionLM(CausalLM):
     in the replay.
     """
 
-    classes = CLASSES
+    classes = "AutoModelForImageTextToText", "AutoProcessor"
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
         from transformers import GenerationMixin

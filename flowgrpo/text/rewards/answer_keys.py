@@ -7,7 +7,7 @@ one-line UserError. A prompt without the key has no score (None).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from flowgrpo.errors import UserError
@@ -60,19 +60,21 @@ def final_answer(text: str) -> str | None:
     "Answer", there or on the next line, to the end of the sentence; any line behind ####.
     Thoughts (see `strip_thoughts`) do not count.
     """
-    text = strip_thoughts(text)
+    return next((answer.strip() for answer in _answers(strip_thoughts(text)) if answer and answer.strip()), None)
+
+
+def _answers(text: str) -> Iterator[str | None]:
     tagged = answer_tag(text) or ""
-    readers = (lambda: last_box(tagged), lambda: tagged, lambda: last_box(text), lambda: _last(_HASHED_NUMBER, text),
-               lambda: _labelled(text), lambda: _last(_HASHES, text))
-    return next((answer.strip() for read in readers if (answer := read()) and answer.strip()), None)
-
-
-def _labelled(text: str) -> str | None:
+    yield last_box(tagged)
+    yield tagged
+    yield last_box(text)
+    yield from _HASHED_NUMBER.findall(text)[-1:]
     for label in reversed([*_LABEL.finditer(text)]):
         if match := _LABELLED.match(text, label.end()):
             answer = match[0].strip("*_` \t")
-            return answer.removeprefix("- ") if "\n" in label[0] else answer  # a list's dash is no sign
-    return None
+            yield answer.removeprefix("- ") if "\n" in label[0] else answer  # a list's dash is no sign
+            break
+    yield from _HASHES.findall(text)[-1:]
 
 
 def without_reason(text: str) -> str:
@@ -122,11 +124,6 @@ def last_box(text: str) -> str | None:
                 content = content if around else text[start:match.start()]
                 last[name], inner = content, (at, match.end())
     return last.get("boxed", last.get("fbox"))
-
-
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    matches = pattern.findall(text)
-    return matches[-1] if matches else None
 
 
 def keys(reward: str, metadata: Metadata, key: str, prompts: Sequence[str],

@@ -65,31 +65,22 @@ class Item(NamedTuple):
     needed: bool
 
 
-def _contains(texts: Any) -> Check:
-    words = [word.casefold() for word in (texts if isinstance(texts, list) else [texts])]
+CHECKS = ("contains", "excludes", "matches", "words")
+
+
+def _check(kind: str, given: Any) -> Check:
+    if kind == "matches":
+        regex = re.compile(given)
+        return lambda text: regex.search(text) is not None
+    if kind == "words":
+        low, high = given
+        if not 0 <= low <= high:
+            raise ValueError("no bounds")
+        return lambda text: low <= len(text.split()) <= high
+    words = [word.casefold() for word in (given if isinstance(given, list) else [given])]
     if not words or not all(words):
         raise ValueError("empty")
-    return lambda text: any(word in text.casefold() for word in words)
-
-
-def _excludes(unwanted: Any) -> Check:
-    contained = _contains(unwanted)
-    return lambda text: not contained(text)
-
-
-def _matches(pattern: Any) -> Check:
-    regex = re.compile(pattern)
-    return lambda text: regex.search(text) is not None
-
-
-def _words(bounds: Any) -> Check:
-    low, high = bounds
-    if not 0 <= low <= high:
-        raise ValueError("no bounds")
-    return lambda text: low <= len(text.split()) <= high
-
-
-CHECKS = {"contains": _contains, "excludes": _excludes, "matches": _matches, "words": _words}
+    return lambda text: any(word in text.casefold() for word in words) == (kind == "contains")
 
 
 def items(value: object) -> list[Item]:
@@ -104,14 +95,15 @@ def items(value: object) -> list[Item]:
 
 def _item(value: object) -> Item:
     message = f"the item {value!r}: expected one of {', '.join(CHECKS)}, with `weight` and `needed` where wanted"
-    if not isinstance(value, dict) or len(value.keys() & CHECKS) != 1 or value.keys() - CHECKS - {"weight", "needed"}:
+    if not isinstance(value, dict) or len(value.keys() & {*CHECKS}) != 1 or \
+            value.keys() - {*CHECKS, "weight", "needed"}:
         raise ValueError(message)
-    [kind] = value.keys() & CHECKS
+    [kind] = value.keys() & {*CHECKS}
     weight, needed = value.get("weight", 1), value.get("needed", False)
     if type(weight) not in (int, float) or not 0 < abs(weight) < 1e9 or type(needed) is not bool:
         raise ValueError(f"the item {value!r}: expected a weight other than 0, and `needed` true or false")
     try:
-        return Item(CHECKS[kind](value[kind]), float(weight), needed)
+        return Item(_check(kind, value[kind]), float(weight), needed)
     except (ValueError, TypeError, AttributeError, re.error):
         raise ValueError(f"{message}; `{kind}` is not what it can be") from None
 

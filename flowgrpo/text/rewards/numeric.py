@@ -149,16 +149,14 @@ def stated_number(statement: str) -> Number | None:
     tail = behind.strip(" *\").")
     alone = (_LEAD.fullmatch(lead) and not _OTHER_LEAD.search(lead) and not _FACTOR.search(lead)
              and (not tail or _TAIL.fullmatch(tail)) and not _OTHER_TAIL.search(tail) and not _VARIABLE.search(behind))
-    return number if alone and all(_leads_to(side, number) for side in left) else None
-
-
-def _leads_to(side: str, number: Number) -> bool:
-    """True if the left side of an equation names its right side, or is arithmetic of about that value."""
-    named = re.sub(r"_ ?\d+|\( ?\d+ ?\)", "", side)  # an index, an argument
-    if not re.search(r"[\d<>!\u2264\u2265\u2260\u221a]", named):
-        return not _OTHER_LEAD.search(named)
-    value = expression(side)
-    return value is not None and abs(value.value - number.value) <= max(Fraction(1), abs(number.value)) / 100
+    for side in left:  # which names the right side, or is arithmetic of about that value
+        named = re.sub(r"_ ?\d+|\( ?\d+ ?\)", "", side)  # an index, an argument
+        if not re.search(r"[\d<>!\u2264\u2265\u2260\u221a]", named):
+            alone = alone and not _OTHER_LEAD.search(named)
+        elif (value := expression(side)) is None or \
+                abs(value.value - number.value) > max(Fraction(1), abs(number.value)) / 100:
+            return None
+    return number if alone else None
 
 
 def _number(match: re.Match[str]) -> Number | None:
@@ -206,16 +204,13 @@ def _evaluate_node(node: ast.AST, text: str) -> Fraction:
         value = _evaluate_node(node.operand, text)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        value = _OPERATIONS[type(node.op)](_evaluate_node(node.left, text), _evaluate_node(node.right, text))
+        left, right = _evaluate_node(node.left, text), _evaluate_node(node.right, text)
+        if isinstance(node.op, ast.Pow) and (right.denominator != 1 or abs(right) * _bits(left) > BITS):
+            raise ValueError("no whole exponent, or too large")
+        value = _OPERATIONS[type(node.op)](left, right)
         if _bits(value) <= BITS:
             return value
     raise ValueError("no arithmetic, or too large")
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) * _bits(base) > BITS:
-        raise ValueError("no whole exponent, or too large")
-    return base ** int(exponent)
 
 
 def _bits(value: Fraction) -> int:
@@ -223,7 +218,7 @@ def _bits(value: Fraction) -> int:
 
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-               ast.Pow: _power}
+               ast.Pow: operator.pow}
 
 
 @built_in("numeric_match", "math maths arithmetic correct gsm8k")

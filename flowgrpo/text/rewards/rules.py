@@ -18,7 +18,6 @@ from flowgrpo.text.rewards.answer_keys import (
     Metadata,
     Texts,
     final_answer,
-    keys,
     several,
     strip_thoughts,
     without_commands,
@@ -339,7 +338,7 @@ class MultiChoice(Keyed):
 
 @built_in("translation", "bleu language")
 @dataclass(frozen=True)
-class Translation:
+class Translation(Keyed):
     """chrF or BLEU of a completion's answer to the references in the metadata, over 100.
 
     metric: "chrf" or "bleu", of sentences; BLEU is smoothed, and counts only the orders that the answer has. To mix
@@ -350,21 +349,20 @@ class Translation:
 
     metric: str = "chrf"
     key: str = "answer"
+    reward = "translation"
     about = About(modality="text", range=(0, 1), needs="translation", licence="Apache-2.0")
-    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if self.metric not in ("chrf", "bleu"):
             raise UserError(f"reward 'translation': metric is {self.metric!r}, expected chrf or bleu")
         import_optional("sacrebleu", "translation", "reward 'translation'")
 
-    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float | None]:
-        sacrebleu = import_optional("sacrebleu", "translation", "reward 'translation'")
+    def _one(self, completion: str, accepted: Sequence[str]) -> float:
+        import sacrebleu
+
         metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
-        wanted = keys("translation", metadata, self.key, prompts, several)
-        texts = [final_answer(text) or strip_thoughts(text).strip() for text in completions]
-        return [None if references is None else min(1.0, metric.sentence_score(text, references).score / 100)
-                for text, references in zip(texts, wanted)]
+        text = final_answer(completion) or strip_thoughts(completion).strip()
+        return min(1.0, metric.sentence_score(text, accepted).score / 100)
 
 
 @built_in("step_match")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, cast
+from itertools import islice
+from typing import Any, cast
 
 import torch
 
@@ -34,17 +34,8 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.samplers.decoding import Unmasking, WithAnswers
 from flowgrpo.text.samplers.groups import Independent, split, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
-from flowgrpo.text.samplers.language_model import (
-    SampledCompletions,
-    SampledTrace,
-    TokenizedPrompts,
-    rank_answers,
-    with_answers,
-)
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, rank_answers, with_answers
 from flowgrpo.types import Completions, Scored, Traces, unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.methods.targets import TokenRollout
 
 
 class TextRollouts(GroupSampler[TokenizedPrompts]):
@@ -113,8 +104,10 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
             # Every row has a generator of its own: what else is drawn beside it changes it by rounding alone.
             prompts, samples = (torch.cat([getattr(each, name) for each in parts]) for name in ("prompts", "samples"))
             generators = self.policy.generators([seed(int(p), int(k)) for p, k in zip(prompts, samples)])
+            together = self.geometry.generation_batch if self.drawer.limited else len(generators)
             with self.clock("rollout"):
-                drawn = self.draw(generation, conditioning.rows(prompts), generators, samples < kernel.greedy)
+                drawn = generation.draws(self.drawer, conditioning.rows(prompts), kernel, generators,
+                                         samples < kernel.greedy, self.geometry.group, together)
             # From here on in micro-batches again, as the replay reads them.
             most = self.geometry.micro_batch
             pieces = split(drawn, [len(some) for each in parts for some in each.prompts.split(most)])
@@ -129,16 +122,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 part = self.record(groups, prompts, batches, samples < kernel.greedy if kernel.greedy else None)
                 part = self.with_old_scores(part, conditioning)
                 part = self.add_values(part, conditioning, seed, judge)
-                outputs = [batch.outputs for batch in batches]
-                yield part, [torch.cat(outputs) if torch.is_tensor(outputs[0]) else list(chain(*outputs))]
+                images = [batch.images for batch in batches if batch.images is not None]
+                yield part, [torch.cat(images) if images else [text for batch in batches for text in batch.texts]]
         self.count(self.drawer.evaluations - before)
-
-    def draw(self, generation: TokenRollout, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator],
-             greedy: torch.Tensor) -> list[SampledCompletions]:
-        """Completions of whole groups of rows [B]."""
-        most = self.geometry.generation_batch if self.drawer.limited else len(generators)
-        return generation.draws(self.drawer, tokenized, generation.decoding, generators, greedy, self.geometry.group,
-                                most)
 
     def with_old_scores(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """The part with the old scores that the surrogate reads beside those of the draw."""
@@ -179,8 +165,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         expert = torch.cat([unwrap(batch.expert) for batch in batches]) if experts else None
         taken = Completions(ids, prompts, old, greedy=greedy, expert=expert,
                             left_out=cut if text.truncated == "mask" else None)
-        if isinstance(batches[0], SampledTrace):
-            taken = Traces(**vars(taken), steps=torch.cat([cast(SampledTrace, batch).steps for batch in batches]))
+        if batches[0].steps is not None:
+            taken = Traces(**vars(taken), steps=torch.cat([unwrap(batch.steps) for batch in batches]))
         return Part(groups, prompts, None, (taken,), (), measured=measured)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:

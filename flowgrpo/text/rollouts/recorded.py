@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -62,28 +62,24 @@ class RecordedTextRollouts(TextRollouts):
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Yield the pairs of the prompts, scored by the present policy, each part with its texts."""
+        most = self.config.text.max_tokens
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
-            with self.clock("encode"):
-                recorded = self._to_completions(conditioning, prompts, texts)
-            yield self.record(groups, prompts, [recorded]), [[*recorded.texts]]
-
-    @torch.no_grad()
-    def _to_completions(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:
-        """Texts of the prompts [B] as completions, with the policy's log-probabilities."""
-        rows, most = [self.tokens(text) for text in texts], self.config.text.max_tokens
-        lengths = torch.tensor([len(row) for row in rows])
-        ids = pad_sequence([*rows, torch.zeros(most, dtype=torch.int64)], batch_first=True,
-                           padding_value=self.policy.padding)[:-1]
-        mask = torch.arange(most) < lengths[:, None]
-        before, size = self.policy.evaluations, self.geometry.micro_batch
-        logp = torch.cat([self.policy.log_probs(conditioning, prompts[at], ids[at], mask[at],
-                                                self.method.generation.decoding).logp.cpu()
-                          for at in torch.arange(len(rows)).split(size)])
-        self.policy.evaluations = before  # nothing was drawn
-        return SampledCompletions(ids, logp, mask, torch.zeros(len(rows), dtype=torch.bool),
-                                  [Completion(text, int(count), opened=tag) for text, count, tag in zip(
-                                      texts, lengths, self.policy.opened([conditioning.prompts[i] for i in prompts]))])
+            before = self.policy.evaluations
+            with self.clock("encode"), torch.no_grad():
+                rows = [self.tokens(text) for text in texts]
+                lengths = torch.tensor([len(row) for row in rows])
+                ids = pad_sequence([*rows, torch.zeros(most, dtype=torch.int64)], batch_first=True,
+                                   padding_value=self.policy.padding)[:-1]
+                mask = torch.arange(most) < lengths[:, None]
+                logp = torch.cat([self.policy.log_probs(conditioning, prompts[at], ids[at], mask[at],
+                                                        self.method.generation.decoding).logp.cpu()
+                                  for at in torch.arange(len(rows)).split(self.geometry.micro_batch)])
+            self.policy.evaluations = before  # nothing was drawn
+            tags = self.policy.opened([conditioning.prompts[i] for i in prompts])
+            completions = [Completion(text, int(count), opened=tag) for text, count, tag in zip(texts, lengths, tags)]
+            recorded = SampledCompletions(ids, logp, mask, torch.zeros(len(rows), dtype=torch.bool), completions)
+            yield self.record(groups, prompts, [recorded]), [[*completions]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +106,14 @@ class Redrawn:
         return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
 
 
-@dataclass(frozen=True)
-class Relaxed(Part):
-    """Part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
-
-    value: Callable[[Tensor, SoftTexts], Tensor] | None = None
-    relaxation: GumbelSoftmax | None = None
-
-
 class RelaxedRollouts(TextRollouts):
-    """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
+    """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one.
+
+    The score of an answer is the reward that `value` gives it, less the KL that `relaxation` weighs, both of the epoch.
+    """
+
+    value: RewardValue
+    relaxation: GumbelSoftmax
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -137,12 +131,13 @@ class RelaxedRollouts(TextRollouts):
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
-        now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
+        self.relaxation = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
+        self.value = unwrap(value)
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             unknown = torch.full((len(prompts), 1), torch.nan)
             taken: Any = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
-            part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
+            part = Part(groups, prompts, None, (taken,), ())
             with self.clock("rollout"), torch.no_grad():
                 batches = [self._sample_and_score(part, conditioning, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
@@ -154,7 +149,6 @@ class RelaxedRollouts(TextRollouts):
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights: (0, its rows, Scored [b,1] of rewards less KLs)."""
-        assert isinstance(part, Relaxed)
         for rows in self._batches(part):
             scores = self._sample_and_score(part, conditioning, rows)[1][:, None]
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
@@ -162,20 +156,20 @@ class RelaxedRollouts(TextRollouts):
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         return lambda batch, k, rows, new, old: objectives.surrogate_input(self.method.loss.surrogate, new, old)
 
-    def _batches(self, part: Relaxed) -> list[slice]:
+    def _batches(self, part: Part) -> list[slice]:
         most = self.geometry.micro_batch
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
-    def _sample_and_score(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
+    def _sample_and_score(self, part: Part, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
         """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
-        [taken], relaxation = part.transitions, unwrap(part.relaxation)
+        [taken] = part.transitions
         prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]
         answers, kl = self.policy.sample_relaxed(conditioning, prompts, generators, self.method.generation.decoding,
-                                                 relaxation, self.base_weights)
+                                                 self.relaxation, self.base_weights)
         counted, _ = completion_masks(answers.argmax(-1), self.policy.ends)
-        reward = unwrap(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
-        return answers, reward - relaxation.kl * kl
+        reward = self.value(prompts, SoftTexts(answers * counted[..., None], self.tokens))
+        return answers, reward - self.relaxation.kl * kl
 
 
 def make_rollouts(config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,

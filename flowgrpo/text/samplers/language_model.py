@@ -50,6 +50,8 @@ class SampledCompletions:
     cut: bool [B], those without an end.
     texts: the decoded completions.
     expert: bool [B], those that are their prompts' answers.
+    steps: int64 [B,L], of an unmasking, at which each token was drawn; logp is then the replay's, at `shrink`.
+    images: float32 [B,3,H,W] in [0, 1], on the CPU, of image tokens.
     """
 
     ids: Tensor
@@ -58,22 +60,12 @@ class SampledCompletions:
     cut: Tensor
     texts: list[Completion]
     expert: Tensor | None = field(default=None, kw_only=True)
-
-    @property
-    def outputs(self) -> Any:
-        """Texts, or of a model of image tokens images [B,3,H,W]; rewards read them."""
-        return self.texts
-
-
-@dataclass(frozen=True, eq=False)
-class SampledTrace(SampledCompletions):
-    """Completions with the steps, int64 [B,L], at which each token was drawn; logp is the replay's, at `shrink`."""
-
-    steps: Tensor
+    steps: Tensor | None = field(default=None, kw_only=True)
+    images: Tensor | None = field(default=None, kw_only=True)
 
 
 class CausalModel(Protocol):
-    """What samplers need of a `CausalLM`.
+    """What samplers need of a `CausalLM`, which says what its methods do.
 
     ends: the tokens that end a completion.
     model: of transformers.
@@ -87,32 +79,17 @@ class CausalModel(Protocol):
     device: torch.device
     quality: Callable[[Tensor], Tensor] | None
 
-    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator], greedy: Tensor
-               ) -> SampledCompletions:
-        """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens."""
-
-    def generators(self, seeds: Iterable[int]) -> list[Generator]:
-        """A generator per seed."""
-
-    def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> list[Completion]:
-        """The texts of ids [B,L] where mask is true, written for the prompts [B]."""
-
-    def opened(self, prompts: Sequence[str]) -> list[str]:
-        """The tag that each prompt ends with as the model reads it; "" for none."""
-
-    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
-                  entropy: bool | str = False) -> Scored:
-        """The score [B,L] of completions ids [B,L] of the prompts [B], 0 where mask is false."""
-
-    def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """The states [B,L,H] before each token of the completions ids [B,L]."""
-
     @property
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """The function from states to logits."""
-
-    def head_alone(self, tokenized: TokenizedPrompts) -> bool:
-        """True if the model's logits are those of its head alone."""
+    def head(self) -> Callable[[Tensor], Tensor]: ...
+    def head_alone(self, tokenized: TokenizedPrompts) -> bool: ...
+    def generators(self, seeds: Iterable[int]) -> list[Generator]: ...
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator], greedy: Tensor
+               ) -> SampledCompletions: ...
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+                  entropy: bool | str = False) -> Scored: ...
+    def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor: ...
+    def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> list[Completion]: ...
+    def opened(self, prompts: Sequence[str]) -> list[str]: ...
 
 
 @torch.no_grad()

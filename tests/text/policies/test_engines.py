@@ -261,15 +261,13 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
 
 
 def test_tokens_of_requests_as_completions():
-    """Two requests as vLLM answers them: a token id to its log-probability at every step."""
-    def request(*steps):
-        [own] = [SimpleNamespace(token_ids=[token for token, _ in steps],
-                                 logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in steps])]
-        return SimpleNamespace(outputs=[own])
+    """Outputs of requests as vLLM gives them: a token id to its log-probability at every step."""
+    def output(*steps):
+        return SimpleNamespace(token_ids=[token for token, _ in steps],
+                               logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in steps])
     policy = tiny.policy(max_tokens=3)  # </s> is 2, the digits begin with 3
-    rows = engines.read_outputs([request((4, -0.5), (2, -0.25)), request((5, -1.0), (6, -2.0), (3, -3.0))])
-    assert rows == [([4, 2], [-0.5, -0.25]), ([5, 6, 3], [-1.0, -2.0, -3.0])]
-    made = engines.pack_completions(policy, [""] * (len(rows) + 1), [*rows, ([2, 7], [-0.1, -9.0])])
+    outputs = [output((4, -0.5), (2, -0.25)), output((5, -1.0), (6, -2.0), (3, -3.0)), output((2, -0.1), (7, -9.0))]
+    made = engines.pack_completions(policy, [""] * len(outputs), outputs)
     assert made.ids.tolist() == [[4, 2, 0], [5, 6, 3], [2, 0, 0]] and made.texts == ["1", "230", ""]
     assert made.logp.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0], [pytest.approx(-0.1), 0.0, 0.0]]
     assert made.mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]

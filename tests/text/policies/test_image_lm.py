@@ -165,11 +165,11 @@ def test_an_image_depends_on_its_seed_alone_and_is_the_autoencoders():
     _, many = sampled(own)
     _, one = sampled(own, PROMPTS[2:3], seeds=(3,))
     assert torch.equal(many.ids[2:3], one.ids)
-    assert many.outputs.shape == (4, 3, 8, 8) and many.outputs.min() >= 0 and many.outputs.max() <= 1
+    assert many.images.shape == (4, 3, 8, 8) and many.images.min() >= 0 and many.images.max() <= 1
     stock = own.processor.postprocess(list(own.model.decode_image_tokens(many.ids - own.first)), return_tensors="pt")
     pixels = stock["pixel_values"].permute(0, 3, 1, 2) if stock["pixel_values"].shape[-1] == 3 \
         else stock["pixel_values"]
-    assert (many.outputs * 255 - pixels.float()).abs().max() <= 1
+    assert (many.images * 255 - pixels.float()).abs().max() <= 1
     assert not torch.equal(own.generate(own.encode(PROMPTS[:2]), own.generators([5, 5])),
                            own.generate(own.encode(PROMPTS[:2]), own.generators([5, 5]), 0, 1.0))
 

@@ -134,25 +134,15 @@ class Remote:
         return self._link.ask("getattr", self, name)
 
 
-def _alone(operation: str) -> Callable[..., Any]:
+def _special_method(operation: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any, **keywords: Any) -> Any:
+        if operation in PAIRED and not isinstance(args[0], Remote):
+            return NotImplemented
         return self._link.ask(operation, self, *args, **keywords)
 
     return method
 
 
-def _binary_operator(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, other: Any) -> Any:
-        if not isinstance(other, Remote):
-            return NotImplemented
-        return self._link.ask(operation, self, other)
-
-    return method
-
-
-for _name in ALONE:
+for _name in (*ALONE, *PAIRED):
     if _name != "getattr":
-        _special = {"isinstance": "instancecheck"}.get(_name, _name)
-        setattr(Remote, f"__{_special}__", _alone(_name))
-for _name in PAIRED:
-    setattr(Remote, f"__{_name}__", _binary_operator(_name))
+        setattr(Remote, f"__{'instancecheck' if _name == 'isinstance' else _name}__", _special_method(_name))
