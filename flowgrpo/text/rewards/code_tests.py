@@ -263,8 +263,8 @@ def alike(features: Tensor, others: Tensor) -> float:
 
 def render(code: str, height: int, width: int) -> Tensor | None:
     """SVG code as an image [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
-    import torch
     from PIL import Image
+    from torchvision.transforms.functional import pil_to_tensor
 
     resvg = import_optional("resvg_py", "svg", "reward 'svg_render'")
     try:
@@ -276,8 +276,7 @@ def render(code: str, height: int, width: int) -> Tensor | None:
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
             raise
         return None
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(
-        2, 0, 1).float() / 255
+    return pil_to_tensor(image).float() / 255
 
 
 @built_in("svg_render", "vector drawing image")

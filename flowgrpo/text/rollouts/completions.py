@@ -184,7 +184,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                                                  taken.old.mask[rows], decoding, *trace,
                                                  entropy=self.method.reads_entropy)
 
-    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, GroupLoss):
             given = cast(Completions, part.transitions[0]).expert
