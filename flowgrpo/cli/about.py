@@ -10,10 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.dry_run import predict
+from flowgrpo.cli.options import Trusted, recipe_and_options
+from flowgrpo.cli.prepare import show, size
+from flowgrpo.cli.reproduce import of_recipe
 from flowgrpo.cli.root import TRAIN, Words, app, has_words, list_app, no_row, print_table
+from flowgrpo.config import parse
+from flowgrpo.config import recipes as packaged
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import status
+from flowgrpo.starter import FOLDERS
 from flowgrpo.user_code import group_entry_points
 
 PACKAGE = Path(__file__).parents[1]
@@ -42,24 +48,18 @@ def check(
 ) -> None:
     """Check that a model can be trained, and estimate memory and time; exit code 2 where it cannot, or where
     that is unknown."""
-    from flowgrpo.cli.options import recipe_and_options
-    from flowgrpo.config import parse, recipes
-    from flowgrpo.starter import FOLDERS
-
     others = "recipe", "gpu", "processes", "json", "verbose", "trust"
     model, options = recipe_and_options(arguments or [], "model", others)
     # What stands in the model's place may be a recipe, or a slip of one.
-    if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in recipes.names()
+    if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in packaged.names()
                                                  and (gpu or model not in FOLDERS) and not Path(model).exists()):
         model, recipe = None, model
     if recipe is None and model is not None and not Path(model).exists():
-        names = [*recipes.names(), *FOLDERS]
+        names = [*packaged.names(), *FOLDERS]
         if model not in names and re.fullmatch(r"[a-z0-9_.-]+", model):  # no path, no hub id and no class
             if (hint := nearest(model, names)).startswith(":"):
                 raise UserError(f"no model or recipe {model!r}{hint}")
     if gpu is not None:
-        from flowgrpo.cli.dry_run import predict
-
         predict(model, recipe, options, gpu, processes, as_json, verbose, trusted)
         return
     config = parse.load(recipe, options, trusted) if recipe or options else None
@@ -70,7 +70,6 @@ def check(
 
     # What the recipe lacks here, before a model is loaded.
     if recipe is not None and config is not None and not as_json:
-        from flowgrpo.cli.prepare import show, size
         from flowgrpo.tools.check.needs import needs
 
         with status(f"looking for what {recipe} needs"):
@@ -180,8 +179,6 @@ def recipes(
 ) -> None:
     """List the packaged recipes: model, method, rewards, and the computed hours and memory on the GPUs that each is
     for. Words find those of papers too."""
-    from flowgrpo.config import recipes as packaged
-
     named = packaged.names() + (packaged.papers() if words else [])
     rows = [row for row in map(_row, named) if has_words(words, row)]
     if not rows:
@@ -195,10 +192,6 @@ def recipes(
 
 
 def _row(name: str) -> list[str]:
-    from flowgrpo.cli.reproduce import of_recipe
-    from flowgrpo.config import parse
-    from flowgrpo.config import recipes as packaged
-
     config = parse.load(name)
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else ["any, or a CPU", "-", "-"])

@@ -13,6 +13,7 @@ import typer
 
 from flowgrpo.cli.options import Trusted, parse_rewards, recipe_and_options, recipe_argument, require_new_file
 from flowgrpo.cli.root import prompts_app
+from flowgrpo.config import parse
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import inflect, quantity
 from flowgrpo.storage import atomic, paths
@@ -132,7 +133,6 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     if rates is not None:
         return recorded.load(rates, names, reward)
     if likelihood is not None:
-        from flowgrpo.config import parse
         from flowgrpo.device import pick_device
         from flowgrpo.policies import build
         from flowgrpo.policies.policy import resolve_precision
@@ -174,7 +174,6 @@ def encode(
     """
     import torch
 
-    from flowgrpo.config import parse
     from flowgrpo.data import pairs
     from flowgrpo.data import sets as known_sets
     from flowgrpo.device import describe, pick_device

@@ -12,6 +12,7 @@ from flowgrpo import trust
 from flowgrpo.cli import options
 from flowgrpo.cli.root import LOOK, app, compare_app
 from flowgrpo.errors import UserError
+from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import places
 
 TEMPERATURE = ("Temperature of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, "
@@ -127,7 +128,6 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
     a language model with a weight of RLG."""
     from flowgrpo.policies.build import writes
     from flowgrpo.policies.checkpoints import config_of
-    from flowgrpo.starter import FOLDERS
 
     config = config_of(run)
     if config is not None and model and model in FOLDERS and writes(model) != writes(config.model, config):

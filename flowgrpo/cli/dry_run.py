@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flowgrpo.cli.root import print_table
+from flowgrpo.config import features, parse
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     gpu = gpu_named(name)  # first: the imports below load torch
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    from flowgrpo.config import parse
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
     from flowgrpo.policies import build, options
@@ -182,8 +182,6 @@ def _page(report: dict[str, Any]) -> None:
 
 
 def _feature_keys() -> list[str]:
-    from flowgrpo.config import features
-
     return [key for feature in features.dry_runs(features.all()) for key in feature.reported]
 
 

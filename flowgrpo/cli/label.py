@@ -10,6 +10,7 @@ import typer
 from flowgrpo import trust
 from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
 from flowgrpo.cli.root import reward_app
+from flowgrpo.config import parse
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 
@@ -75,8 +76,6 @@ def label(
 
 def rules_of(text: str) -> dict[str, RewardRule]:
     """Parse --rewards: names as `A,B`, or a YAML file of weights or rules by name, as under `reward`."""
-    from flowgrpo.config import parse
-
     if not text.endswith((".yaml", ".yml")):
         given: Any = {name.strip(): 1.0 for name in text.split(",") if name.strip()}
     elif not (given := parse.read_yaml(Path(text))):

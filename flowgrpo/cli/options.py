@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flowgrpo import hub, trust
+from flowgrpo.config import parse, schema
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
@@ -94,8 +95,6 @@ def parse_rewards(text: str) -> list[str] | dict[str, Any]:
     """Parse --rewards: names as `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
     if not text.endswith((".yaml", ".yml")):
         return [name.strip() for name in text.split(",") if name.strip()]
-    from flowgrpo.config import parse
-
     rules = parse.read_yaml(Path(text))
     if not rules:
         raise UserError(f"{text}: expected rewards with their rules, such as geneval: {{args: {{score: graded}}}}")
@@ -105,8 +104,6 @@ def parse_rewards(text: str) -> list[str] | dict[str, Any]:
 
 def parse_reward_arguments(reward: str, args: str) -> dict[str, Any]:
     """Parse the arguments of a reward from YAML."""
-    from flowgrpo.config import parse
-
     return parse.validate({"reward": {reward: {"args": parse.parse_value("args", args)}}}).trained[reward].args
 
 
@@ -129,8 +126,6 @@ def recipe_and_options(arguments: list[str], noun: str = "recipe",
     noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
     Raises UserError for an unknown key, and for two recipes.
     """
-    from flowgrpo.config import parse, schema
-
     named: list[str] = []
     options: dict[str, str] = {}
     rest = iter(arguments)

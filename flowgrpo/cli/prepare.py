@@ -17,6 +17,7 @@ import typer
 
 from flowgrpo.cli.options import Trusted, recipe_and_options, recipe_argument
 from flowgrpo.cli.root import TRAIN, app, print_table
+from flowgrpo.config import parse
 from flowgrpo.errors import UserError
 from flowgrpo.log import status
 from flowgrpo.nouns import quantity
@@ -40,7 +41,6 @@ def prepare(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from flowgrpo.config import parse
     from flowgrpo.tools.check import needs
 
     recipe, options = recipe_and_options(arguments or [], others=("yes", "trust"))

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.evaluate import folder_of
+from flowgrpo.cli.options import Trusted, recipe_and_options
 from flowgrpo.cli.root import app, print_table
+from flowgrpo.config import parse
 from flowgrpo.errors import UserError, nearest
 
 GPU, PROCESSES = "A100", 8  # of the costs
@@ -69,10 +71,6 @@ def reproduce(
 ) -> None:
     """Check, train and evaluate a paper's run, and print the paper's number beside ours with its interval. The same
     command continues after a stop."""
-    from flowgrpo.cli.evaluate import folder_of
-    from flowgrpo.cli.options import recipe_and_options
-    from flowgrpo.config import parse
-
     name, options = recipe_and_options(list(arguments), "PAPER/RESULT", ("gpus", "dry-run", "trust"))
     if name not in RESULTS:
         raise UserError(f"no published result {name!r}{nearest(str(name), list(RESULTS))}; there are "

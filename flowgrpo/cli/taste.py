@@ -10,6 +10,7 @@ import typer
 
 from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import TRAIN, app
+from flowgrpo.cli.train import UNTRAINED
 from flowgrpo.errors import UserError
 
 
@@ -38,7 +39,6 @@ def taste(
     The page's Finish button, the end of the time and Ctrl-C end a session: it then writes the LoRA, the votes as
     pairs.jsonl, the learned taste as a reward, and a report.
     """
-    from flowgrpo.cli.train import UNTRAINED
     from flowgrpo.contrib.taste import session
     from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from flowgrpo.cli import prepare
 from flowgrpo.cli.options import Trusted, recipe_and_options, recipe_argument
 from flowgrpo.cli.root import TRAIN, app
+from flowgrpo.config import parse, recipes
 from flowgrpo.distributed import launchers
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
@@ -60,8 +62,6 @@ def train(
     trusted: Trusted = False,
 ) -> int:
     """Train a model on a reward. Settings come from a YAML recipe and --KEY=VALUE."""
-    from flowgrpo.config import parse
-
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
@@ -80,8 +80,6 @@ def demo(
     resume_auto: ResumeAuto = False,
 ) -> int:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""
-    from flowgrpo.config import parse, recipes
-
     recipe, options = recipe_and_options(arguments or [], others=("resume",))
     if recipe is not None:
         raise UserError(f"flowgrpo demo trains the recipe starter, got {recipe}: use `flowgrpo train {recipe}`")
@@ -93,7 +91,6 @@ def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
     asked: the words of the command line, for the command that downloads what is missing."""
     check_inputs(settings)
     if asked and os.environ.get("RANK", "0") == "0":
-        from flowgrpo.cli import prepare
         from flowgrpo.tools.check import needs
 
         if lacking := needs.missing(settings, prepare.size):
@@ -125,8 +122,6 @@ def settings_for(output: Path, arguments: list[str] | None, others: tuple[str, .
                  defaults: dict[str, str] | None = None, trusted: bool = False) -> Any:
     """Validated configuration of a command that writes `output`. Raises UserError if that exists. others: as of
     `recipe_and_options`. defaults: keys that the command line may override. trusted: as of `parse.load`."""
-    from flowgrpo.config import parse
-
     recipe, options = recipe_and_options(arguments or [], others=(*others, "trust"))
     settings = parse.load(recipe, (defaults or {}) | options, trusted)
     if output.exists():

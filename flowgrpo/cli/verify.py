@@ -9,6 +9,7 @@ import typer
 
 from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import app
+from flowgrpo.config import parse
 from flowgrpo.errors import UserError
 
 PROMPTS = ("a red apple on a wooden table", "a blue car in the rain")
@@ -70,7 +71,6 @@ def verify(
 
 
 def _config(model: str, options: dict[str, str], precision: str, lora: str | None) -> Any:
-    from flowgrpo.config import parse
     from flowgrpo.contrib.engine.verify import adapter_of
 
     given: dict[str, Any] = {"rank": 4} if lora in (None, RANDOM) else adapter_of(Path(lora or ""))

@@ -8,15 +8,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
 
 from flowgrpo.data.open_image import SIDEWAYS, open_checked, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import address, unfit
 from flowgrpo.nouns import quantity
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from flowgrpo.packages import import_optional
 
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".pnm")  # of a folder
 UNREAD = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".exr", ".hdr", ".tga", ".psd")  # images, of other formats
@@ -32,7 +33,7 @@ Size = tuple[int, int]  # height, width
 _seen: dict[str, Size] = {}  # by file: the size that a pipeline squeezed it to
 
 
-def read_image(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
+def read_image(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image.Image:
     """Image of a file as upright RGB; with a size, as a model that draws in that size saw it.
 
     fit: "squeeze" to scale it without regard to its proportions, "crop" to scale it to fill the size and to cut the
@@ -44,9 +45,7 @@ def read_image(path: str | Path, size: Size | None = None, opaque: bool = False,
         require_single(image)
         read = rgb(image, opaque)
     if size is not None and (fit or fit_of(path, size)) == SQUEEZE:
-        from PIL.Image import Resampling
-
-        return read.resize(size[::-1], Resampling.LANCZOS)
+        return read.resize(size[::-1], Image.Resampling.LANCZOS)
     read = _fit(read, size)
     setattr(read, SOURCE, str(path))
     return read
@@ -63,11 +62,8 @@ def note_seen(image: Any, size: Size) -> None:
         _seen[str(Path(path).resolve())] = size
 
 
-def noised_image(path: str | Path, deviation: float, seed: int) -> Image:
+def noised_image(path: str | Path, deviation: float, seed: int) -> Image.Image:
     """Image of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
-    import numpy as np
-    from PIL import Image
-
     values = np.asarray(read_image(path)) / 255
     values = values + deviation * np.random.default_rng(seed).standard_normal(values.shape)
     return Image.fromarray((values.clip(0, 1) * 255).round().astype(np.uint8))
@@ -102,13 +98,13 @@ class Clip:
         return cls(path, count, size, Path(path).stat().st_mtime_ns)
 
     @property
-    def frames(self) -> list[Image]:
+    def frames(self) -> list[Image.Image]:
         return list(_decode(self))
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _decode(clip: Clip) -> tuple[Image, ...]:
-    frames: list[Image] = []
+def _decode(clip: Clip) -> tuple[Image.Image, ...]:
+    frames: list[Image.Image] = []
     for frame in frames_of(Path(clip.path)):
         frames.append(_fit(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
@@ -139,7 +135,7 @@ def frame_count(path: str | Path) -> int:
     return count
 
 
-def frames_of(path: Path) -> Iterator[Image]:
+def frames_of(path: Path) -> Iterator[Image.Image]:
     """Yield the frames of a clip as RGB images of one size. Raises UserError where it cannot be read."""
     size = None
     for number, frame in enumerate(_frames(path), 1):
@@ -149,9 +145,7 @@ def frames_of(path: Path) -> Iterator[Image]:
         yield frame
 
 
-def _frames(path: Path) -> Iterator[Image]:
-    from PIL import Image
-
+def _frames(path: Path) -> Iterator[Image.Image]:
     if path.is_dir():
         yield from map(read_image, stills(path))
         return
@@ -184,8 +178,6 @@ def _by_pillow(path: Path) -> bool:
 
 
 def _open_video(path: Path) -> tuple[Any, Any]:
-    from flowgrpo.packages import import_optional
-
     cv2: Any = import_optional("cv2", "video", str(path))
     capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
@@ -215,9 +207,7 @@ def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], file.name
 
 
-def _fit(image: Image, size: Size | None) -> Image:
-    from PIL import Image, ImageOps
-
+def _fit(image: Image.Image, size: Size | None) -> Image.Image:
     if size is None or image.size == size[::-1]:
         return image
     return ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)

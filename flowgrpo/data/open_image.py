@@ -5,24 +5,28 @@ no file that a client names.
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL.Image import Transpose
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import address, unfit
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL.Image import Image
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others start programs, such as EPS
 PIXELS = 2**26  # of an image; RGB and its source take 448 MiB
 FLOATS = 2**25  # pixels of what is read as floats, over all frames; 384 MiB
 ORIENTATION = 0x0112  # EXIF tag
-SIDEWAYS = 5  # first orientation that swaps height and width
+# What undoes each orientation; from SIDEWAYS on height and width are swapped.
+TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+         6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
+SIDEWAYS = 5
 BITS, WHITE_IS, SAMPLES, SUBFILE = 258, 262, 339, 254  # TIFF tags
 SIGNED = 2  # TIFF sample format
 SRGB_GAMMA = 0.45455  # of a PNG; another one is of other lightness
@@ -40,14 +44,12 @@ class Unclear(ValueError):
 
 
 @contextmanager
-def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image]:
+def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image.Image]:
     """Open an image's file. most: its pixels. what: expected content in an error, such as "a video".
 
     Raises UserError for a file that is not regular, of another format than FORMATS, too large or damaged; also for an
     error of the body, since many files are decoded there.
     """
-    from PIL import Image, UnidentifiedImageError
-
     if why := unfit(path):
         raise UserError(f"{address(path) or path} cannot be read as {what} (it {why})")
     try:
@@ -91,7 +93,7 @@ def _starts_as_tiff(path: str | Path) -> bool:
         return file.read(4) in (b"II*\0", b"MM\0*")
 
 
-def orientation(image: Image) -> int:
+def orientation(image: Image.Image) -> int:
     """EXIF orientation, 1 to 8; 1 without one, for damaged EXIF, and for a TIFF, which Pillow turns as it loads it."""
     try:
         value = None if image.format == "TIFF" else image.getexif().get(ORIENTATION)
@@ -100,17 +102,13 @@ def orientation(image: Image) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def upright(image: Image) -> Image:
+def upright(image: Image.Image) -> Image.Image:
     """Image turned and mirrored as its EXIF orientation says."""
-    from PIL.Image import Transpose
-
-    turns = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
-             5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
-    turn = turns.get(orientation(image))
+    turn = TURNS.get(orientation(image))
     return image if turn is None else image.transpose(turn)
 
 
-def pages(image: Image) -> list[int]:
+def pages(image: Image.Image) -> list[int]:
     """Numbers of a file's frames or pages, without the previews of a TIFF and the still image of an APNG."""
     numbers = range(getattr(image, "n_frames", 1))
     if image.format == "TIFF" and len(numbers) > 1:
@@ -125,21 +123,19 @@ def pages(image: Image) -> list[int]:
     return [*numbers][1 if image.info.get("default_image") and len(numbers) > 1 else 0:]
 
 
-def require_single(image: Image) -> None:
+def require_single(image: Image.Image) -> None:
     """Raise Unclear for a file of several images, such as an animation; a phone's photo with previews is one."""
     if image.format != "MPO" and (count := len(pages(image))) > 1:
         raise Unclear(f"holds {count} images, expected one: save the one that is meant, or give the file as a "
                       "`video`")
 
 
-def levels(image: Image) -> np.ndarray | None:
+def levels(image: Image.Image) -> np.ndarray | None:
     """Samples [H, W] in [0, 1], float32, of a grey image of more than 8 bits; None for other images.
 
     Integers of 16 bits, and TIFFs of 12, have their full range. Values of 32 bits have none: floats from 0 to 1 are
     taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others.
     """
-    import numpy as np
-
     tags: Any = getattr(image, "tag_v2", {})
     bits, signed = (_first(tags.get(tag)) for tag in (BITS, SAMPLES))
     if signed == SIGNED and (image.mode == "L" or bits == 16):
@@ -167,12 +163,9 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-def rgb(image: Image, opaque: bool = False) -> Image:
+def rgb(image: Image.Image, opaque: bool = False) -> Image.Image:
     """Image as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8. Transparency is laid on
     white; opaque: refused. Raises Unclear for that, and for values of an unknown range."""
-    import numpy as np
-    from PIL import Image
-
     image = upright(image)
     image.load()
     info, wide, alpha = image.info, levels(image), _alpha(image)
@@ -191,11 +184,8 @@ def rgb(image: Image, opaque: bool = False) -> Image:
     return white
 
 
-def _alpha(image: Image) -> Image | None:
+def _alpha(image: Image.Image) -> Image.Image | None:
     """Opacity of an image as mode L; None for an opaque one."""
-    import numpy as np
-    from PIL import Image
-
     if not image.has_transparency_data:
         return None
     if image.mode.startswith("I"):
@@ -204,12 +194,8 @@ def _alpha(image: Image) -> Image | None:
     return image.convert("RGBA").getchannel("A")
 
 
-def _to_srgb(image: Image, profile: bytes | None) -> Image:
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """An image's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
-    import io
-
-    from PIL import ImageCms
-
     if image.mode in ("La", "RGBa"):  # colours times opacity
         image = image.convert(f"{image.mode[:-1]}A")
     if profile:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import ValidationError
@@ -23,11 +23,11 @@ from torch import Tensor
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import MODALITIES, About, built_in
+from flowgrpo.rewards.compose import Composed, compose
 from flowgrpo.rewards.failures import Failed, first_failed, numbers
+from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.reward import PASSED, Batch, Reward
-
-if TYPE_CHECKING:
-    from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.score import of_batch
 
 def where_any(scores: Tensor, values: Tensor) -> Tensor:
     """NaN in place of values where no column of the scores applies."""
@@ -53,9 +53,6 @@ class Combined(Reward):
     count: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        from flowgrpo.rewards.compose import compose
-        from flowgrpo.rewards.pairwise import sees_groups
-
         self._require(isinstance(self.rewards, (list, tuple)) and self.rewards, "rewards", "a list of rewards")
         parts = {f"{self._name}[{place}]": part for place, part in enumerate(self.rewards)}
         composed = compose({label: _rule(label, part) for label, part in parts.items()}, None,
@@ -77,8 +74,6 @@ class Combined(Reward):
 
     def columns(self, batch: Batch) -> list[list[float | Failed]]:
         """Scores of the parts, one list each."""
-        from flowgrpo.rewards.score import of_batch
-
         return of_batch(self.made, batch)
 
     def values(self, columns: Sequence[Sequence[float | Failed]]) -> list[float | None | Failed]:

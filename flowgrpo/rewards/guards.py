@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.clip import ClipCosine
 from flowgrpo.rewards.local_model import ImageModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
+from flowgrpo.user_code import load
 
 LICENCE = "Apache-2.0"
 SMALL = 16  # side of the miniatures of `pixels`
@@ -48,13 +51,9 @@ def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Ca
     if features == "inception":
         return inception()
     if features == "clip" or isinstance(features, dict):
-        from flowgrpo.rewards.clip import ClipCosine
-
         return ClipCosine(**features if isinstance(features, dict) else {}).features
     if callable(features):
         return features
-    from flowgrpo.user_code import load
-
     return load(features)
 
 
@@ -229,8 +228,6 @@ class OverSaturation:
 
 def kilobytes(images: Tensor) -> list[float]:
     """Sizes of images as JPEGs."""
-    from PIL import Image
-
     sizes = []
     for image in eight_bit(images):
         kept = io.BytesIO()

@@ -21,8 +21,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, RewardFunction, built_in
 from flowgrpo.rewards.failures import Failed, first_failed
+from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import eight_bit, grey
 from flowgrpo.rewards.reward import Batch, Reward, as_reward
+from flowgrpo.rewards.score import of_batch
 
 LICENCE = "Apache-2.0"
 LIFTS: dict[str, Callable[[list[float]], float]] = {"mean": lambda scores: sum(scores) / len(scores), "min": min}
@@ -89,8 +91,6 @@ class Frames(Reward):
     about = About(modality="video", range=(None, None), needs="", licence="the reward's")
 
     def __post_init__(self) -> None:
-        from flowgrpo.rewards.find import find
-
         if self.frames not in LIFTS or self.every < 1:
             raise UserError(f"reward 'frames': frames is {self.frames!r} and every {self.every}, expected "
                             f"{' or '.join(LIFTS)} and 1 or more")
@@ -101,8 +101,6 @@ class Frames(Reward):
         vars(self).update(reward=function, judges=["video"], parts=[made])
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import of_batch
-
         videos = batch.samples[:, ::self.every]
         count = videos.shape[1]
         frames = Batch(videos.flatten(0, 1), [prompt for prompt in batch.prompts for _ in range(count)],

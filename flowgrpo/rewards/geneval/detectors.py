@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -25,6 +26,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.local_model import LocalModel, loading
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import announce, is_address
+from flowgrpo.user_code import load
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
 parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
@@ -82,8 +84,6 @@ def detector(name: str, **arguments: Any) -> Detector:
     if is_address(name):
         return Remote(name)
     if ".py:" in name:
-        from flowgrpo.user_code import load
-
         return load(name)
     kind, _, model = name.partition(":")
     if kind == "mask2former":
@@ -176,8 +176,6 @@ class Remote:
         announce("a detector", ["images"], [self.url])
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        from PIL import Image
-
         shown = []
         for image in eight_bit(images):
             Image.fromarray(image).save(file := io.BytesIO(), "PNG")

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
+from flowgrpo.data.images import Clip, frame_count, read_image
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
@@ -41,8 +44,6 @@ def frame_index(count: int, number: int) -> list[int]:
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     """Image [3, H, W] in [0, 1] as an 8-bit data URL, `longest` pixels at most. Raises Failed for one with NaN."""
-    from PIL import Image
-
     from flowgrpo.rewards.preprocessing import eight_bit
 
     if not picture.isfinite().all():
@@ -74,7 +75,6 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 @functools.lru_cache(maxsize=KEPT)
 def _urls(path: str, modified: int, video: bool, frames: int, longest: int, encoding: str) -> tuple[str, ...]:
     """A source's images as data URLs. modified: of the file, which a changed one differs in."""
-    from flowgrpo.data.images import Clip, frame_count, read_image
     from flowgrpo.rewards.preprocessing import tensor_of
 
     shown = Clip.open(path, frame_count(path)).frames if video else [read_image(path)]
