@@ -29,6 +29,7 @@ from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.reward import PASSED, Batch, Reward
 from flowgrpo.rewards.score import of_batch
 
+
 def where_any(scores: Tensor, values: Tensor) -> Tensor:
     """NaN in place of values where no column of the scores applies."""
     return values.masked_fill(scores.isnan().all(1), torch.nan)

@@ -1,4 +1,4 @@
-"""Rules of a recipe as rewards around a reward, with the same facts; `ready` alone knows their order.
+"""Rules of a recipe around a reward, with the same facts.
 
 Before all of them a batch of several sizes is split, by `by_size`.
 
@@ -40,79 +40,62 @@ FILE = "rewards.sqlite"
 
 def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores | None = None,
           placement: Placement | None = None) -> Reward:
-    """Reward of that label under its rule: `when`, then cached scores, weights on their device, attempts, the time-out,
-    and the check of its answer."""
-    made: Reward = Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward)
-    if rule.use not in (None, name):
-        made = Ruled(name, made, relabelled, str(rule.use))
-    if rule.timeout is not None:
-        made = Ruled(name, made, timed, rule.timeout)
-    if rule.on_error != "raise":
-        made = Ruled(name, made, persistent, rule.on_error)
-    if placement is not None:
-        made = Ruled(name, made, placed, placement)
-    if kept is not None:
-        made = Ruled(name, made, cached, kept)
-    return Ruled(name, made, where, rule) if rule.when else made
+    """Reward of that label under its rule. kept: its cached scores. placement: of weights that have to be brought."""
+    return Ruled(name, Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward),
+                 rule, kept, placement)
 
 
 class Ruled(Wrapped):
-    """Reward under one of its rules, a function of (label, reward, batch, setting)."""
+    """Reward under its rule: `when`, then cached scores, weights on their device, attempts, the time-out, and the label
+    in errors, in this order."""
 
-    def __init__(self, name: str, reward: Reward, call: Callable[..., Any], setting: Any) -> None:
+    def __init__(self, name: str, reward: Reward, rule: WatchRule, kept: Scores | None, placement: Placement | None
+                 ) -> None:
         super().__init__(name, reward)
-        self.call, self.setting = call, setting
+        self.rule, self.kept, self.placement = rule, kept, placement
 
-    def __call__(self, batch: Batch) -> Any:
-        return self.call(self.name, self.reward, batch, self.setting)
+    def __call__(self, batch: Batch) -> list[float | Failed]:
+        """Scores for the prompts that the rule applies to; NaN for all others."""
+        rows = [i for i, entry in enumerate(batch.metadata) if self.rule.applies(entry)]
+        found = dict(zip(rows, self._unless_cached(batch.rows(rows)))) if rows else {}
+        return [found.get(i, math.nan) for i in range(len(batch))]
 
+    def _unless_cached(self, batch: Batch) -> list[float | Failed]:
+        if self.kept is None:
+            return self._ask(batch)
+        bases = batch.base if BASE in self.reads and batch.base is not None else [None] * len(batch)
+        fps = batch.fps if FPS in self.reads else None
+        keys = [self.kept.key(*sample, fps) for sample in zip(batch.samples, batch.prompts, batch.metadata, bases)]
+        known: dict[str, Any] = {**self.kept.read(keys)}
+        if missing := [i for i, key in enumerate(keys) if key not in known]:
+            fresh = list(zip((keys[i] for i in missing), self._ask(batch.rows(missing))))
+            self.kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
+            known |= fresh
+        return [known[key] for key in keys]
 
-def relabelled(label: str, reward: Reward, batch: Batch, use: str) -> Any:
-    """Scores of a reward with another label than its name, whose errors and failures have both."""
-    with relabel_errors(label, use):
-        values = reward(batch)
-    for value in (*values, *batch.lost):
-        if isinstance(value, Failed):
-            value.args = (with_label(str(value), label, use),)
-    return values
+    def _ask(self, batch: Batch) -> list[float | Failed]:
+        if self.placement is not None:
+            self.placement.bring()
+        return score_with_policy(lambda rows: self._answer(batch.rows(rows)), range(len(batch)), self.rule.on_error,
+                                 batch.group if self.unit == "group" else 1)
 
+    def _answer(self, batch: Batch) -> list[float | Failed]:
+        """Answer within the rule's time. Raises TimedOut."""
+        message = (f"reward {self.name!r} hangs on {quantity(len(batch), 'sample')} (first prompt of the batch: "
+                   f"{batch.prompts[0]!r})")
+        return within(self.rule.timeout, message, lambda: self._named(batch))
 
-def timed(label: str, reward: Reward, batch: Batch, seconds: float) -> Any:
-    """Scores within some seconds. Raises TimedOut."""
-    return within(seconds, f"reward {label!r} hangs on {quantity(len(batch), 'sample')} (first prompt of the batch: "
-                           f"{batch.prompts[0]!r})", lambda: reward(batch))
-
-
-def persistent(label: str, reward: Reward, batch: Batch, policy: Any) -> list[float | Failed]:
-    """Scores, asked for again after a failure, or without failing samples: see `score_with_policy`."""
-    return score_with_policy(lambda rows: reward(batch.rows(rows)), range(len(batch)), policy,
-                             batch.group if reward.unit == "group" else 1)
-
-
-def placed(label: str, reward: Reward, batch: Batch, placement: Placement) -> Any:
-    """Scores of a reward whose weights come to their device first."""
-    placement.bring()
-    return reward(batch)
-
-
-def cached(label: str, reward: Reward, batch: Batch, kept: Scores) -> list[float | Failed]:
-    """Scores, asked for only of samples without a cached one."""
-    bases = batch.base if BASE in reward.reads and batch.base is not None else [None] * len(batch)
-    fps = batch.fps if FPS in reward.reads else None
-    keys = [kept.key(*sample, fps) for sample in zip(batch.samples, batch.prompts, batch.metadata, bases)]
-    known: dict[str, Any] = {**kept.read(keys)}
-    if missing := [i for i, key in enumerate(keys) if key not in known]:
-        fresh = list(zip((keys[i] for i in missing), reward(batch.rows(missing))))
-        kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
-        known |= fresh
-    return [known[key] for key in keys]
-
-
-def where(label: str, reward: Reward, batch: Batch, rule: WatchRule) -> list[float | Failed]:
-    """Scores for the prompts that the rule applies to; NaN for all others."""
-    rows = [i for i, entry in enumerate(batch.metadata) if rule.applies(entry)]
-    found = dict(zip(rows, reward(batch.rows(rows)))) if rows else {}
-    return [found.get(i, math.nan) for i in range(len(batch))]
+    def _named(self, batch: Batch) -> list[float | Failed]:
+        """Answer whose errors and failures have the label and the name of a reward that has both."""
+        use = self.rule.use
+        if use in (None, self.name):
+            return self.reward(batch)
+        with relabel_errors(self.name, use):
+            values = self.reward(batch)
+        for value in (*values, *batch.lost):
+            if isinstance(value, Failed):
+                value.args = (with_label(str(value), self.name, use),)
+        return values
 
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
