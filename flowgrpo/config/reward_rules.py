@@ -109,15 +109,12 @@ KEYED: dict[str, type[Section]] = {"clip": Clip, "threshold": Threshold, "stretc
                                    "budget": Budget}  # transforms by their key
 
 
-def _transform_kind(value: Any) -> str:
-    keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Section) else None
-    return "<word>" if keys is None else next((f"<{key}>" for key in KEYED if key in keys), "<clip>")
-
-
 Transform = Annotated[
     Annotated[Literal["log", "rank"], Tag("<word>")] | Annotated[Clip, Tag("<clip>")]
     | Annotated[Threshold, Tag("<threshold>")] | Annotated[Stretch, Tag("<stretch>")] | Annotated[Band, Tag("<band>")]
-    | Annotated[Budget, Tag("<budget>")], Discriminator(_transform_kind)]
+    | Annotated[Budget, Tag("<budget>")], Discriminator(
+        lambda value: next((f"<{key}>" for key in KEYED if key in dict(value)), "<clip>")
+        if isinstance(value, (dict, Section)) else "<word>")]
 
 
 class Limit(Section):

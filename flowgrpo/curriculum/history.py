@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 
-from flowgrpo.curriculum.order import KEY, learn, posteriors, require_rate, update_beta
+from flowgrpo.curriculum.order import KEY, OfBeliefs, posteriors, require_rate, update_beta
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
@@ -48,8 +48,15 @@ def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
     return rates[-1] if rates else None
 
 
+class OfRates:
+    """Prompts by their recorded success rates: base class."""
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        record(memory, drawn)
+
+
 @part("curriculum", reads_diversity=True)
-class VarianceSampling:
+class VarianceSampling(OfRates):
     """Prompts by variance of the outcome and diversity of samples: a share by p (1 - p) and diversity, others as ever
     (variance-aware sampling of MMR1, 2509.21268).
 
@@ -84,9 +91,6 @@ class VarianceSampling:
         if rate is None:
             return self.variance / 4 + self.diversity
         return self.variance * rate * (1 - rate) + self.diversity * memory[DIVERSITY].get(prompt.key, 0.0)
-
-    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        record(memory, drawn)
 
 
 @part("curriculum",
@@ -130,7 +134,7 @@ class InformationGain:
 
 
 @part("curriculum", jointly={"after keep by": "numbers of 1 or more, and hardest or variance"})
-class Retention:
+class Retention(OfRates):
     """All prompts in turn, from epoch `after` on only the `keep` of the first rank.
 
     by: "hardest", the lowest newest rate first, ranked anew in every epoch (hard-focus curriculum of DRIVE);
@@ -162,12 +166,9 @@ class Retention:
 
         return sorted(pool, key=rank)
 
-    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        record(memory, drawn)
-
 
 @part("curriculum")
-class OppositePairs:
+class OppositePairs(OfRates):
     """Pairs of a hard and an easy prompt: one is sometimes solved, the other sometimes fails (bidirectional pairing).
 
     Hard: its newest success rate is above 0 and below 1/2; easy: above 1/2 and below 1. Both are drawn at random, as
@@ -191,12 +192,9 @@ class OppositePairs:
         return pairs + sets.draw([pool[place] for place in left], count - len(pairs), epoch, seed,
                                    weights and [weights[place] for place in left])
 
-    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        record(memory, drawn)
-
 
 @part("curriculum", reads_norms=True, jointly={"keep prior": "0 to 1 and above 0"})
-class GradientVariance:
+class GradientVariance(OfBeliefs):
     """More of an epoch's groups for prompts with long gradients that are rarely right (GVM, 2505.02391): `share_out`.
 
     An epoch has `each` times fewer different prompts than groups, at least one group each. The rate p of a prompt is
@@ -226,7 +224,7 @@ class GradientVariance:
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Learn the rates, and the norms of prompts with a right sample; others keep theirs."""
-        learn(memory, drawn, self.keep, self.prior)
+        super().learn(memory, drawn)
         known = memory.setdefault(NORMS, {})
         squares = defaultdict[str, list[float]](list)
         for prompt, totals, norms in zip(drawn.prompts, drawn.totals, drawn.norms or ()):

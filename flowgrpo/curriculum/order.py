@@ -38,8 +38,28 @@ class EpochPermutation:
         """Do nothing."""
 
 
+KEY = "beliefs"
+
+
+class OfBeliefs:
+    """Prompts by the posteriors of their success rates: base class. keep, prior: as of `ThompsonSampling`."""
+
+    keep: float
+    prior: float
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
+        known = memory.setdefault(KEY, {})
+        keys = {prompt.key for prompt in drawn.pool}
+        for prompt, totals in zip(drawn.prompts, drawn.totals):
+            if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
+                require_rate(prompt.key, rewards.min().item(), rewards.max().item())
+                a, b = known.get(prompt.key, (self.prior, self.prior))
+                known[prompt.key] = list(update_beta(a, b, rewards.mean().item(), len(rewards), self.keep, self.prior))
+
+
 @part("curriculum", jointly={"target candidates": "0 to 1 and 1 or more", "keep prior": "0 to 1 and above 0"})
-class ThompsonSampling:
+class ThompsonSampling(OfBeliefs):
     """Prompts with success rates nearest to `target`, sampled from their posteriors, among `candidates` times as many
     (MoPPS, 2507.04632).
 
@@ -60,28 +80,11 @@ class ThompsonSampling:
         rates = np.random.default_rng([seed, epoch, 0]).beta(*posteriors(memory, candidates, self.prior).T)
         return [candidates[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
-    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        learn(memory, drawn, self.keep, self.prior)
-
-
-KEY = "beliefs"
-
 
 def posteriors(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.ndarray:
     """(a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; Beta(prior, prior) if it was never sampled."""
     known = memory.get(KEY, {})
     return np.array([known.get(prompt.key, (prior, prior)) for prompt in prompts])
-
-
-def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) -> None:
-    """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
-    known = memory.setdefault(KEY, {})
-    keys = {prompt.key for prompt in drawn.pool}
-    for prompt, totals in zip(drawn.prompts, drawn.totals):
-        if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
-            require_rate(prompt.key, rewards.min().item(), rewards.max().item())
-            a, b = known.get(prompt.key, (prior, prior))
-            known[prompt.key] = list(update_beta(a, b, rewards.mean().item(), len(rewards), keep, prior))
 
 
 def update_beta(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
@@ -98,7 +101,7 @@ def require_rate(prompt: str, least: float, most: float) -> None:
 
 
 @part("curriculum", jointly={"keep prior": "0 to 1 and above 0"})
-class Knapsack:
+class Knapsack(OfBeliefs):
     """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocate`.
 
     An epoch has `each` times fewer different prompts than groups, at least one group each. The others are allocated by
@@ -116,9 +119,6 @@ class Knapsack:
         a, b = posteriors(memory, drawn, self.prior).T
         groups = allocate((a / (a + b)).tolist(), count, group)
         return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
-
-    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        learn(memory, drawn, self.keep, self.prior)
 
 
 def value(samples: int, rate: float) -> float:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 from flowgrpo.data import inputs
 from flowgrpo.data.prompts import Prompt, of_rows
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.packages import import_optional
 
 PREFIX = "hub:"
 NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[\w.-]+))?")
@@ -94,8 +95,6 @@ def load(source: str) -> list[Prompt]:
 
 
 def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
-    from flowgrpo.packages import import_optional
-
     datasets = import_optional("datasets", "datasets", source)
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(

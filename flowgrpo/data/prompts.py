@@ -33,6 +33,7 @@ from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, excerpt, slip
 from flowgrpo.files import json_lines, json_of, require_ending, text_of, unsafe
+from flowgrpo.packages import import_optional
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
@@ -158,11 +159,21 @@ def to_jsonl(prompts: Iterable[Prompt]) -> str:
 def load_prompts(path: str | Path) -> list[Prompt]:
     """Read a .txt, .jsonl, .csv or .parquet file. Raises UserError with the file and the line of a mistake."""
     path = Path(path)
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-    require_ending(path, tuple(readers), "prompts")
+    require_ending(path, (".txt", ".jsonl", ".csv", ".parquet"), "prompts")
     text = text_of(path, LARGEST, "prompts", binary=path.suffix == ".parquet")
+    records: Iterable[tuple[int, Any]]
+    if path.suffix == ".parquet":
+        table = rows(path)
+        _require_spelt(table[0] if table else (), path, 1)
+        records = _of_columns(table, path)
+    elif path.suffix == ".csv":
+        records = _read_csv(text, path)
+    elif path.suffix == ".jsonl":
+        records = ((line, _of_line(record, path, line)) for line, record in json_lines(text, f"prompts {path}"))
+    else:
+        records = ((line, {"prompt": prompt}) for line, prompt in enumerate(text.split("\n"), 1) if prompt.strip())
     prompts = []
-    for line, record in readers[path.suffix](text, path):
+    for line, record in records:
         prompts.append(_prompt(record, path, line))
         require_length(prompts[-1:], LONGEST_TEXT, f"{path}, line {line}")
     if not prompts:
@@ -180,17 +191,6 @@ def require_length(prompts: Sequence[Prompt], most: int = LONGEST, where: str = 
 
 
 Records = Iterator[tuple[int, dict[str, Any]]]  # line number, counted from 1, and the record's keys
-
-
-def _read_txt(text: str, path: Path) -> Records:
-    for line, prompt in enumerate(text.split("\n"), 1):
-        if prompt.strip():
-            yield line, {"prompt": prompt}
-
-
-def _read_jsonl(text: str, path: Path) -> Records:
-    for line, record in json_lines(text, f"prompts {path}"):
-        yield line, _of_line(record, path, line)
 
 
 def _of_line(row: Any, path: Path, line: int) -> Any:
@@ -255,8 +255,6 @@ def _read_csv(text: str, path: Path) -> Records:
 def rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a .parquet file as JSON values, without columns of bytes. Dates and times become ISO 8601 texts, NaN
     null. Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows."""
-    from flowgrpo.packages import import_optional
-
     parquet = import_optional("pyarrow.parquet", "parquet", str(path))
     try:
         if (count := parquet.read_metadata(path).num_rows) > ROWS:  # a few bytes can stand for any number
@@ -285,12 +283,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         return None
     return value if isinstance(value, (str, int, float, NoneType)) else str(value)
-
-
-def _read_parquet(_: str, path: Path) -> Records:
-    table = rows(path)
-    _require_spelt(table[0] if table else (), path, 1)
-    return _of_columns(table, path)
 
 
 def of_rows(table: Iterable[dict[str, Any]], path: Path) -> list[Prompt]:
