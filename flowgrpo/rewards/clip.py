@@ -169,12 +169,11 @@ class SubjectScore(LocalModel):
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
-        scores: list[float | None] = [None] * len(prompts)
-        if rows:
-            similarities = self.score_batches(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
-            for i, cosine in zip(rows, similarities.tolist()):
-                scores[i] = cosine
-        return scores
+        if not rows:
+            return [None] * len(prompts)
+        similarities = self.score_batches(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
+        scores = dict(zip(rows, similarities.tolist()))
+        return [scores.get(i) for i in range(len(prompts))]
 
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
         require_open()

@@ -140,16 +140,15 @@ class BaseSimilarity:
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  base: Tensor | None = None) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry or base is not None]
-        scores: list[float | None] = [None] * len(prompts)
-        if rows:
-            assert callable(self.features)  # `extractor` made it so
-            drawn: Any = base  # there for rows without a file
-            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i]
-                                 else drawn[i] for i in rows])
-            apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
-            for i, distance in zip(rows, apart.tolist()):
-                scores[i] = 1 - distance
-        return scores
+        if not rows:
+            return [None] * len(prompts)
+        assert callable(self.features)  # `extractor` made it so
+        drawn: Any = base  # there for rows without a file
+        bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i]
+                             else drawn[i] for i in rows])
+        apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
+        scores = {i: 1 - distance for i, distance in zip(rows, apart.tolist())}
+        return [scores.get(i) for i in range(len(prompts))]
 
 
 def _read(path: str, size: Sequence[int]) -> Tensor:

@@ -52,16 +52,72 @@ def by_pixels(image: np.ndarray, objects: Sequence[Detection], label: str) -> li
     return [colour(image, one.box) for one in objects]
 
 
+@built_in("geneval", "count counting color composition spatial position alignment prompt following")
 @dataclass(frozen=True)
-class Rules:
-    """Thresholds of the evaluation: minimum detection scores, the maximum objects of a class, and the share of both
-    boxes that the offset of two positions must exceed. colours: function that names the colours of detections."""
+class GenEval:
+    """GenEval: 1 if an image has the objects of its prompt's metadata in number, colour and position, else 0.
 
+    None if the metadata has no `include`.
+    detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's
+    own is `mask2former`.
+    colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function such as `by_pixels`.
+    clip: arguments of `colours.ClipColours`.
+    score: `strict`; `graded`, which gives credit for parts; or `flow_grpo`, the reward that Flow-GRPO trained on.
+    dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
+    8 images for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
+    threshold, counting_threshold: minimum detection scores; of a detector weaker than GenEval's the latter is lower.
+    max_objects: of a class. position_threshold: share of both boxes that the offset of two positions must exceed.
+    Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
+    """
+
+    detector: str | Detector = "mask2former"
+    score: str = "strict"
     threshold: float = 0.3
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
-    colours: Namer = by_pixels
+    colours: str | Namer = "clip"
+    clip: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
+    reward: ClassVar[str] = "geneval"
+    about = About(modality="image", range=(None, 1), needs="clip", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {', '.join(SCORES)}")
+        given = model_arguments(self.reward, self.dtype, self.device, self.batch_size)
+        local = isinstance(self.detector, str) and in_process(self.detector)
+        if given and not local and self.colours != "clip":
+            raise UserError(f"reward {self.reward!r}: got {', '.join(given)}, which the detector {self.detector!r} "
+                            "does not take: leave them out, or name mask2former or one of torchvision's")
+        if isinstance(self.colours, str):
+            if self.colours not in COLOURS or self.clip and self.colours != "clip":
+                raise UserError(f"reward {self.reward!r}: colours is {self.colours!r} and clip {self.clip}, expected "
+                                f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
+            namer: Namer = by_pixels if self.colours == "pixels" else ClipColours(**given | self.clip)
+            vars(self)["colours"] = namer
+        if isinstance(self.detector, str):
+            vars(self)["detector"] = detector(self.detector, **given if local else {})
+
+    @property
+    def made_of(self) -> list[str | Detector]:
+        return [self.detector]
+
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        rows = [i for i, entry in enumerate(metadata) if entry.get("include")]
+        if not rows:
+            return [None] * len(prompts)
+        for i in rows:
+            require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
+        assert callable(self.detector)  # found by its name at the start
+        judge = getattr(self, self.score)
+        detected = [[Detection(*one) for one in image] for image in self.detector(images[rows])]
+        scores = {i: judge(image, detections, metadata[i])
+                  for i, image, detections in zip(rows, eight_bit(images[rows]), detected)}
+        return [scores.get(i) for i in range(len(prompts))]
 
     def objects(self, detections: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
         """Detections that count, by class, highest score first."""
@@ -118,7 +174,7 @@ class Rules:
             if not right and {"color", "position"} & set(clause):
                 credits.append(0.0)
             if right and "color" in clause:
-                named = self.colours(image, those, clause["class"]).count(clause["color"])
+                named = self._names(image, those, clause).count(clause["color"])
                 credits.append(1 - abs(named - count) / count)
                 right = named == count
             if right and "position" in clause:
@@ -138,80 +194,15 @@ class Rules:
         """For the colour and the position that a clause demands, whether the objects have them."""
         right = []
         if "color" in clause:
-            names = self.colours(image, those, clause["class"])
+            names = self._names(image, those, clause)
             right.append(all(name == clause["color"] for name in names))
         if "position" in clause:
             right.append(self._stands(those, clause, matched))
         return right
 
-
-@built_in("geneval", "count counting color composition spatial position alignment prompt following")
-@dataclass(frozen=True)
-class GenEval:
-    """GenEval: 1 if an image has the objects of its prompt's metadata in number, colour and position, else 0.
-
-    None if the metadata has no `include`.
-    detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's
-    own is `mask2former`.
-    colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function as in `Rules`.
-    clip: arguments of `colours.ClipColours`.
-    score: `strict`; `graded`, which gives credit for parts; or `flow_grpo`, the reward that Flow-GRPO trained on.
-    dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
-    8 images for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
-    Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
-    Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
-    """
-
-    detector: str | Detector = "mask2former"
-    score: str = "strict"
-    threshold: float = 0.3
-    counting_threshold: float = 0.9
-    max_objects: int = 16
-    position_threshold: float = 0.1
-    colours: str | Namer = "clip"
-    clip: dict[str, Any] = field(default_factory=dict)
-    dtype: str | None = None
-    device: str | None = None
-    batch_size: int | None = None
-    reward: ClassVar[str] = "geneval"
-    about = About(modality="image", range=(None, 1), needs="clip", licence="Apache-2.0, MIT weights")
-
-    def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {', '.join(SCORES)}")
-        given = model_arguments(self.reward, self.dtype, self.device, self.batch_size)
-        local = isinstance(self.detector, str) and in_process(self.detector)
-        if given and not local and self.colours != "clip":
-            raise UserError(f"reward {self.reward!r}: got {', '.join(given)}, which the detector {self.detector!r} "
-                            "does not take: leave them out, or name mask2former or one of torchvision's")
-        if isinstance(self.colours, str):
-            if self.colours not in COLOURS or self.clip and self.colours != "clip":
-                raise UserError(f"reward {self.reward!r}: colours is {self.colours!r} and clip {self.clip}, expected "
-                                f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
-            namer: Namer = by_pixels if self.colours == "pixels" else ClipColours(**given | self.clip)
-            vars(self)["colours"] = namer
-        if isinstance(self.detector, str):
-            vars(self)["detector"] = detector(self.detector, **given if local else {})
-
-    @property
-    def made_of(self) -> list[str | Detector]:
-        return [self.detector]
-
-    def __call__(self, images: Tensor, prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        rows = [i for i, entry in enumerate(metadata) if entry.get("include")]
-        scores: list[float | None] = [None] * len(prompts)
-        if not rows:
-            return scores
-        for i in rows:
-            require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
-        assert callable(self.detector) and callable(self.colours)  # found by their names at the start
-        rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold, self.colours)
-        judge = getattr(rules, self.score)
-        detected = [[Detection(*one) for one in image] for image in self.detector(images[rows])]
-        for i, image, detections in zip(rows, eight_bit(images[rows]), detected):
-            scores[i] = judge(image, detections, metadata[i])
-        return scores
+    def _names(self, image: np.ndarray, those: list[Detection], clause: dict[str, Any]) -> list[str | None]:
+        assert callable(self.colours)  # found by its name at the start
+        return self.colours(image, those, clause["class"])
 
 
 @built_in("geneval_fast", "count counting color composition spatial alignment prompt following")

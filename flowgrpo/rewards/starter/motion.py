@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -99,8 +98,7 @@ def _pair_with_claims(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> li
 
 @built_in("motion_graded")
 @with_facts(ABOUT)
-def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
-                  metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
+def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """Degree in [0, 1] to which each clip moves as its prompt claims; 1 exactly where `motion` is 1.
 
     legibility * course * size * evenness; the last three keep a quarter at their worst.
@@ -114,8 +112,7 @@ def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
 
 @built_in("motion")
 @with_facts(ABOUT)
-def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
-           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
+def motion(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
     Arguments and errors are those of `motion_graded`.
@@ -125,8 +122,7 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
 
 @built_in("appearance")
 @with_facts(ABOUT)
-def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
-               metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
+def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
     This is `scene` of every frame. Arguments and errors are those of `motion_graded`.

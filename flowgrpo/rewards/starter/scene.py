@@ -257,8 +257,7 @@ def edge_widths(images: Tensor | np.ndarray) -> list[float]:
 
 @built_in("scene_edge_width")
 @with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
-def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str],
-                     metadata: Sequence[dict[str, Any]] | None = None) -> list[float | None]:
+def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float | None]:
     """Mean width in pixels of the contours of an image's objects, which grows with blur; None without objects.
 
     images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images.

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +82,7 @@ def _correlate(maps: Tensor, transforms: Tensor) -> Tensor:
 @built_in("scene_soft")
 @differentiable
 @with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
-def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
+def scene_soft(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each image shows its prompt's claims.
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful image has about 0.8.
@@ -190,8 +189,7 @@ def _widths(images: np.ndarray) -> Tensor:
 
 @built_in("scene_style", "style look")
 @with_facts(ABOUT)
-def scene_style(images: Tensor | np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
-                ) -> list[float]:
+def scene_style(images: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """Closeness in [0, 1] of an image's edges to those of rendered scenes, whatever it shows.
 
     It is the Bhattacharyya coefficient, sum sqrt(p q), of two histograms of gradients, times the edge width of rendered

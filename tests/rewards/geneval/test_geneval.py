@@ -15,7 +15,7 @@ from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
 from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection
-from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
+from flowgrpo.rewards.geneval.rules import GenEvalFast, by_pixels, relations
 from tests.helpers.chat_endpoint import endpoint
 from tests.helpers.pickles import Command
 from tests.helpers.refusals import message
@@ -210,8 +210,9 @@ def test_detectors_rules_and_names(tmp_path):
     (tmp_path / "mine.py").write_text("def dogs(images):\n    return [[((0, 0, 4, 4), 'dog', 0.95)] for _ in images]\n")
     reward = rewards.find("geneval_fast", {"detector": f"{tmp_path}/mine.py:dogs"})
     assert reward(torch.zeros(2, 3, 8, 8), [PROMPT] * 2, [ONE, TWO]) == [1, 0]
-    mine, rules = GenEvalFast(detector=len), Rules()
-    assert [getattr(mine, name) for name in vars(rules)] == list(vars(rules).values())
+    mine = GenEvalFast(detector=len)
+    assert (mine.threshold, mine.counting_threshold, mine.max_objects, mine.position_threshold) == (0.3, 0.9, 16, 0.1)
+    assert mine.colours is by_pixels
     assert len(OBJECTS) == len(set(OBJECTS)) == 80 and OBJECTS[0] == "person" and OBJECTS[-1] == "toothbrush"
     assert {"computer mouse", "tv remote", "computer keyboard", "potted plant", "wine glass"} <= set(OBJECTS)
     from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights as TrainableWeights
