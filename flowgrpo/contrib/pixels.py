@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.preprocessing import grey
 from flowgrpo.rewards.video_motion import LICENCE, flows
 
@@ -91,8 +91,8 @@ ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard dev
 WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 
-@built_in("piqe", "noise blur artefact artifact iqa no-reference")
-@with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+@built_in("piqe", "noise blur artefact artifact iqa no-reference",
+          About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Quality of an image, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
     return [min(max(1 - distortion(np.round(255 * light)) / 100, 0.0), 1.0) for light in grey(images).numpy()]

@@ -50,8 +50,7 @@ from flowgrpo.rewards.reward import (
     inside,
     named_parts,
     reads_on,
-    require_base,
-    require_latents,
+    require_for_tokens,
     require_modality,
     require_signature,
     scores_latents,
@@ -62,6 +61,6 @@ from flowgrpo.rewards.score import require_clips, score
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
            "as_reward", "code_hashes", "compose", "differentiable", "edited_rewards", "find", "for_trial", "inside",
            "lazily", "leave", "limits_of", "load", "locate", "named_parts", "names", "reads_on", "reads_sampler",
-           "remembers", "require_base", "require_clips", "require_gradient", "require_latents", "require_memory",
-           "require_modality", "require_routes", "require_signature", "require_values", "reward", "score",
+           "remembers", "require_clips", "require_for_tokens", "require_gradient", "require_memory", "require_modality",
+           "require_routes", "require_signature", "require_values", "reward", "score",
            "scores_latents", "sees_base", "slow", "source", "transform_scores", "transforms_of", "value"]

@@ -60,25 +60,19 @@ def differentiable(reward: T) -> T:
     return reward
 
 
-def built_in(name: str, found_by: str = "") -> Callable[[T], T]:
+def built_in(name: str, found_by: str = "", about: About | None = None) -> Callable[[T], T]:
     """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes.
 
     found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
+    about: the facts of a function; a class has them as an attribute.
     """
     def named(reward: T) -> T:
         reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
+        if about is not None:
+            reward.about = about  # type: ignore[attr-defined]
         return reward
 
     return named
-
-
-def with_facts(facts: About) -> Callable[[T], T]:
-    """Decorator: state the facts of a reward, a function."""
-    def describe(reward: T) -> T:
-        reward.about = facts  # type: ignore[attr-defined]  # functions take attributes
-        return reward
-
-    return describe
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import ClipCosine
 from flowgrpo.rewards.local_model import ImageModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
@@ -235,22 +235,22 @@ def kilobytes(images: Tensor) -> list[float]:
     return sizes
 
 
-@built_in("jpeg_compressibility", "simple smooth file size")
-@with_facts(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
+@built_in("jpeg_compressibility", "simple smooth file size",
+          About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return [-size for size in kilobytes(images)]
 
 
-@built_in("jpeg_incompressibility", "detail texture file size")
-@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@built_in("jpeg_incompressibility", "detail texture file size",
+          About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 
-@built_in("sharpness", "sharp blur blurry crisp focus detail")
-@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@built_in("sharpness", "sharp blur blurry crisp focus detail",
+          About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Variance of the Laplacian of an image's luminance, in [0, 1], without its outermost pixels."""
     light = grey(images)
@@ -288,8 +288,8 @@ def widths_of(light: Tensor) -> Tensor:
     return torch.where(bend > FLAT, (2 * slope / bend.clamp(min=FLAT)).sqrt(), torch.nan)
 
 
-@built_in("crispness", "sharp blur blurry focus detail")
-@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@built_in("crispness", "sharp blur blurry focus detail",
+          About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def crispness(images: Tensor, prompts: Sequence[str]) -> list[float | None]:
     """Inverse of the mean width of an image's edges in pixels, whatever their contrast and share; None without edges.
 

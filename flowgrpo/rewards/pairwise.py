@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, Pairing, built_in, with_facts
+from flowgrpo.rewards.about import About, Pairing, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import Batch, Function, Reward, Wrapped, as_reward
 
@@ -153,8 +153,7 @@ def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
     return answers
 
 
-@built_in("preferred", "dpo pairs votes")
-@with_facts(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
+@built_in("preferred", "dpo pairs votes", About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
 def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
               group: int) -> list[float]:
     """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.

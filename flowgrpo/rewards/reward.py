@@ -301,23 +301,16 @@ def is_privileged(reward: object) -> bool:
     return False
 
 
-def require_latents(rewards: Mapping[str, object], modality: str) -> None:
-    """Raise UserError for the first reward that scores latents in a text run, which has none."""
+def require_for_tokens(rewards: Mapping[str, object]) -> None:
+    """Raise UserError for the first reward that compares with the base's sample from the same initial noise, or scores
+    latents: a model that writes tokens has neither."""
     for name, reward in rewards.items():
-        if modality == "text" and scores_latents(reward):
-            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes "
-                            "completions: take `scores` away")
-
-
-def require_base(rewards: Mapping[str, object], modality: str) -> None:
-    """Raise UserError for the first reward that compares with the base's samples in a text run.
-
-    Texts have no initial noise that two models could share.
-    """
-    for name, reward in rewards.items():
-        if modality == "text" and sees_base(reward):
+        if sees_base(reward):
             raise UserError(f"reward {name!r} compares with the base's image from the same noise (base = True), and "
                             "this model writes completions: take `base` away")
+        if scores_latents(reward):
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes "
+                            "completions: take `scores` away")
 
 
 def require_modality(rewards: Mapping[str, Any], modality: str) -> None:

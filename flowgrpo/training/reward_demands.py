@@ -43,9 +43,8 @@ def check_modality(setup: Setup) -> None:
     known = {**setup.trained, **setup.extra_rewards}
     if modality := build.modality_ahead(setup.config, setup.loaded):
         rewards.require_modality(known, modality)
-        made = "text" if setup.method.for_tokens else modality  # neither noise nor latents
-        rewards.require_base(known, made)
-        rewards.require_latents(known, made)
+        if setup.method.for_tokens or modality == "text":
+            rewards.require_for_tokens(known)
 
 
 def check_clips(setup: Setup) -> None:

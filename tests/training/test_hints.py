@@ -8,7 +8,7 @@ from flowgrpo.advantages.group import Advantage
 from flowgrpo.config import Config, validate
 from flowgrpo.contrib.reward_weights import Influence
 from flowgrpo.methods import preset
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.images import flux
 from flowgrpo.tools.check.tiny.parts import flux_transformer
@@ -100,7 +100,7 @@ UNIT = (0.0, 1.0)
     ({"a": (1, UNIT, 0.5, 0, 0.001), "b": (1, None, 9.0, 0, 5)}, "reward 'b' varies by 5 within groups and 'a' by"),
     ({"a": (1, UNIT, 0.99, 0, 0.001), "b": (1, None, 9.0, 0, 5)}, "")])  # a has nothing left to count for
 def test_what_is_said_of_rewards_where_all_went_well_and_where_it_did_not(rewards_of, said):
-    functions = {name: with_facts(About(range=of[1]))(lambda images, prompts: [0.0] * len(prompts))
+    functions = {name: built_in(name, about=About(range=of[1]))(lambda images, prompts: [0.0] * len(prompts))
                  for name, of in rewards_of.items()}
     trainer = tiny.trainer(rewards=functions, reward={name: float(of[0]) for name, of in rewards_of.items()},
                            parts={"advantage": {"type": "Advantage", "order": "rewards"}})

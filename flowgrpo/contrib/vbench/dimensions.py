@@ -29,7 +29,7 @@ from torchvision.transforms.functional import normalize as normalize_pixels
 from flowgrpo import trust
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
 from flowgrpo.rewards.preprocessing import Preparation, eight_bit
 
@@ -46,8 +46,8 @@ def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
     return (videos.float() * 255).round().clamp(0, 255)
 
 
-@built_in("temporal_flickering", "smooth steady jitter stable")
-@with_facts(About(modality="video", range=(0, 1), needs="", licence="Apache-2.0"))
+@built_in("temporal_flickering", "smooth steady jitter stable",
+          About(modality="video", range=(0, 1), needs="", licence="Apache-2.0"))
 def temporal_flickering(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """VBench's temporal flickering: 1 minus the mean absolute difference of neighbouring frames, 1 for a still clip."""
     levels = eight_bit_levels(videos, "temporal_flickering")

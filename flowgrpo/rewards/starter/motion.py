@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.starter.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
@@ -96,8 +96,7 @@ def _pair_with_claims(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> li
     return list(zip(seen, claims))
 
 
-@built_in("motion_graded")
-@with_facts(ABOUT)
+@built_in("motion_graded", about=ABOUT)
 def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """Degree in [0, 1] to which each clip moves as its prompt claims; 1 exactly where `motion` is 1.
 
@@ -110,8 +109,7 @@ def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[f
     return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _pair_with_claims(videos, prompts)]
 
 
-@built_in("motion")
-@with_facts(ABOUT)
+@built_in("motion", about=ABOUT)
 def motion(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
@@ -120,8 +118,7 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
-@built_in("appearance")
-@with_facts(ABOUT)
+@built_in("appearance", about=ABOUT)
 def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 

@@ -22,7 +22,7 @@ from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, built_in, with_facts
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
 
 ABOUT = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
@@ -255,8 +255,7 @@ def edge_widths(images: Tensor | np.ndarray) -> list[float]:
     return [float(np.mean(found)) if found else float("nan") for found in widths]
 
 
-@built_in("scene_edge_width")
-@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@built_in("scene_edge_width", about=About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float | None]:
     """Mean width in pixels of the contours of an image's objects, which grows with blur; None without objects.
 
@@ -285,8 +284,7 @@ def _slots(prompt: str) -> _Slots:
     return _Slots(shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None)
 
 
-@built_in("scene_graded", "count counting colour color shape")
-@with_facts(ABOUT)
+@built_in("scene_graded", "count counting colour color shape", ABOUT)
 def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """Degree in [0, 1] to which each image shows what its prompt claims; 1 exactly where `scene` is 1.
@@ -306,8 +304,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     return [_grade(_read_once(image.tobytes()), slot) for image, slot in zip(pixels, slots)]
 
 
-@built_in("scene", "count counting colour color shape")
-@with_facts(ABOUT)
+@built_in("scene", "count counting colour color shape", ABOUT)
 def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 where an image shows exactly what its prompt claims and nothing else, otherwise 0.0.

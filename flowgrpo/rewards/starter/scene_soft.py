@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, built_in, differentiable, with_facts
+from flowgrpo.rewards.about import About, built_in, differentiable
 from flowgrpo.rewards.guards import widths_of
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
@@ -79,9 +79,8 @@ def _correlate(maps: Tensor, transforms: Tensor) -> Tensor:
     return torch.fft.irfft2(waves, (WIDTH, WIDTH))[..., :SIZE, :SIZE]
 
 
-@built_in("scene_soft")
+@built_in("scene_soft", about=ABOUT)
 @differentiable
-@with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def scene_soft(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each image shows its prompt's claims.
 
@@ -187,8 +186,7 @@ def _widths(images: np.ndarray) -> Tensor:
     return widths_of(torch.from_numpy(images)).nanmean(1)
 
 
-@built_in("scene_style", "style look")
-@with_facts(ABOUT)
+@built_in("scene_style", "style look", ABOUT)
 def scene_style(images: Tensor | np.ndarray, prompts: Sequence[str]) -> list[float]:
     """Closeness in [0, 1] of an image's edges to those of rendered scenes, whatever it shows.
 
