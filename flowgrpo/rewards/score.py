@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally
-from flowgrpo.rewards.reward import Batch, Reward, about, as_reward, modality_of, require_modality
+from flowgrpo.rewards.reward import Batch, Checked, Reward, about, as_reward, modality_of, require_modality
 from flowgrpo.rewards.wrap import by_size, ready
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
         if isinstance(reward, Composed):
             made[name] = reward.ready if reward.name == name else replace(reward, name=name).ready
         else:
-            made[name] = ready(name, as_reward(reward, name))
+            bare = as_reward(reward, name)
+            made[name] = Checked(name, bare) if bare.unit != "pair" else ready(name, bare)
     if batch.samples is not None:
         require_modality(made, modality_of(batch.samples))
     table = []

@@ -41,8 +41,9 @@ FILE = "rewards.sqlite"
 def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores | None = None,
           placement: Placement | None = None) -> Reward:
     """Reward of that label under its rule. kept: its cached scores. placement: of weights that have to be brought."""
-    return Ruled(name, Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward),
-                 rule, kept, placement)
+    checked = Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward)
+    ruled = rule.when or rule.timeout or rule.on_error != "raise" or rule.use not in (None, name) or kept or placement
+    return Ruled(name, checked, rule, kept, placement) if ruled else checked
 
 
 class Ruled(Wrapped):
