@@ -27,13 +27,12 @@ from flowgrpo.rewards.about import SERVER, RewardFunction
 from flowgrpo.rewards.failures import relabel_errors
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
-from flowgrpo.rewards.placement import Placement, leave
+from flowgrpo.rewards.placement import Placement, leave, local_models
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts
 from flowgrpo.rewards.wrap import Scores, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 
 def apply_transform(transform: str | Clip | Threshold | Stretch | Band | Budget, scores: Tensor,
@@ -103,9 +102,9 @@ class Composed(Reward):
 
     def __post_init__(self) -> None:
         made = as_reward(self.function, self.name)
-        moved = self.placement if self.placement is not None and self.placement.moves else None
-        vars(self).update(made.facts(), made=made,
-                          ready=ready(self.name, made, self.rule, self.kept, moved))
+        # None where no weights are to be loaded or moved.
+        placed = self.placement if self.placement and (self.placement.away or local_models(self.function)) else None
+        vars(self).update(made.facts(), made=made, ready=ready(self.name, made, self.rule, self.kept, placed))
 
     @property
     def origin(self) -> Any:

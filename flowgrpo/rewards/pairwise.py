@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, Pairing, built_in
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.find import reward
 from flowgrpo.rewards.reward import Batch, Function, Reward, Wrapped, as_reward
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ AT_ONCE = 64  # pairs in one call of a judge, to avoid copying images group by g
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[T], T]:
     """Decorator: register a function, object or class as the pairwise judge `name`, a reward. Settings: `Pairing`."""
-    from flowgrpo.rewards.find import reward
-
     register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
 
     def mark(thing: T) -> T:

@@ -29,11 +29,6 @@ class Placement:
         self.groups: dict[torch.device, Offloaded] = {}
         self._loaded = False
 
-    @property
-    def moves(self) -> bool:
-        """True if there are weights to load or to move."""
-        return self.away or bool(local_models(self.reward))
-
     def bring(self) -> None:
         """Load what is not loaded, and bring back what left."""
         for model in () if self._loaded else local_models(self.reward):
