@@ -74,7 +74,7 @@ def test_latents_and_groups_of_several_sizes():
     with pytest.raises(UserError, match="'spread' scores latents, and this method follows"):
         require_gradient({"spread": rewards.differentiable(type("Soft", (), {"scores": "latents"}))})
     with pytest.raises(UserError, match="scores latents .* and this model writes completions"):
-        rewards.require_latents({"spread": spread}, "text")
+        rewards.require_for_tokens({"spread": spread})
     reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
     generator = torch.Generator().manual_seed(0)
     images = [torch.rand(3, *size, generator=generator) for size in sizes]
