@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
@@ -229,7 +229,7 @@ class Aesthetic(ImageModel):
         return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
 
 
-def make_head(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
+def make_head(reward: str, state: dict[str, Tensor], where: str) -> nn.Module:
     """Head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
     state = {key.removeprefix("layers."): value for key, value in state.items()}
     first = state.get("0.weight", state.get("weight"))
@@ -239,7 +239,7 @@ def make_head(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Mod
     if "0.weight" in state:
         head = perceptron(first.shape[1])
     else:
-        head, state = Head(torch.nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
+        head, state = Head(nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
     fill(reward, head, state, where)
     return head
 
@@ -250,11 +250,9 @@ HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic
 def perceptron(width: int) -> Head:
     """Build the head of the aesthetic predictor and of ImageReward: linear layers without activations. Their trainings
     had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints."""
-    from torch.nn import Identity, Linear
-
     widths = (width, *HIDDEN, 1)
-    layers = [Linear(*pair) for pair in zip(widths, widths[1:])]
-    return Head(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])
+    layers = [nn.Linear(*pair) for pair in zip(widths, widths[1:])]
+    return Head(layers[0], nn.Identity(), layers[1], nn.Identity(), layers[2], nn.Identity(), *layers[3:])
 
 
 @built_in("pickscore", "human preference aesthetic beauty beautiful general quality")

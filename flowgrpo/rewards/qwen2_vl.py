@@ -149,11 +149,11 @@ class HpsV3(ImageModel):
         return head(states(model, processor, "image", self.text, prompts, shown, [MARK]).float())[:, 0]
 
 
-def sides(height: int, width: int) -> tuple[int, int]:
-    """Height and width near AREA, in steps of two patches, as Qwen2-VL's resizing does."""
+def sides(height: int, width: int, least: int = AREA, most: int = AREA) -> tuple[int, int]:
+    """Height and width of `least` to `most` pixels, in steps of two patches, as Qwen2-VL's resizing does."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    return smart_resize(height, width, factor=28, min_pixels=AREA, max_pixels=AREA)
+    return smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most)
 
 
 def hpsv3_instruction(file: str | None) -> str:
@@ -249,12 +249,9 @@ class VideoReward(LocalModel):
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
     def _patches(self, videos: Tensor, fps: float | None = None) -> Any:
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
         frames = videos[:, frame_indices(videos.shape[1], self.fps or fps or USUAL)]
-        height, width = videos.shape[-2:]
-        sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
-        pictures = resize_images(frames.to(self.device).flatten(0, 1), sides, "bytes")
+        scaled = sides(*videos.shape[-2:], LEAST, MOST)
+        pictures = resize_images(frames.to(self.device).flatten(0, 1), scaled, "bytes")
         pictures = pictures.to(torch.uint8).unflatten(0, frames.shape[:2])
         process = self.models[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
