@@ -77,9 +77,7 @@ def sample(
 
         if rewriter is not None:
             raise UserError("--enhancer: rewrites the prompts of a pipeline; leave it out for a language model")
-        from flowgrpo.policies.checkpoints import config_of
-
-        trained = config_of(weights)
+        trained = checkpoints.config_of(weights)
         if (generates or (trained.text.generates if trained else "text")) == "image":
             if image is not None or steps is not None:
                 raise UserError(f"--{'steps' if image is None else 'image'}: image tokens are generated one after the "
@@ -161,9 +159,7 @@ def grid(
     several columns as PNG and HTML, for completions as Markdown and HTML."""
     options.opening(context, trust_run)
     given_run, run = run, places.weights_of(options.local(run), epoch)
-    if output is not None and output.suffix.lower() not in ("", ".png", ".md", ".html"):
-        raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md")
-    if output is not None and output.suffix.lower() == ".html":
+    if output is not None and output.suffix.lower() not in ("", ".png", ".md"):
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md; the HTML page "
                         "of --columns is written beside it")
     weight = options.one_weight(rlg)
