@@ -5,15 +5,11 @@ and `sequence_losses`; those of texts in `text.losses`.
 """
 
 from flowgrpo.objectives.kl import (
-    ESTIMATORS,
     GaussianKL,
     OutputError,
     SampledKL,
     at_epoch,
     is_active,
-    k1,
-    k2,
-    k3,
 )
 from flowgrpo.objectives.ratios import (
     CompletionRatio,
@@ -21,14 +17,12 @@ from flowgrpo.objectives.ratios import (
     Matching,
     PlainRatio,
     SequenceRatio,
-    SquaredErrorRatio,
 )
 from flowgrpo.objectives.reductions import InverseDelta, NoiseLevel, Sigma, Uniform
 from flowgrpo.objectives.surrogates import (
     AdaptiveClip,
     Clip,
     DivergenceMask,
-    DualClip,
     DynamicClip,
     KLOnly,
     Reinforce,
@@ -38,8 +32,7 @@ from flowgrpo.objectives.surrogates import (
 )
 
 __all__ = [
-    "AdaptiveClip", "at_epoch", "Clip", "CompletionRatio", "DivergenceMask", "DualClip", "DynamicClip",
-    "ESTIMATORS", "GaussianKL", "Guard", "InverseDelta", "is_active", "k1", "k2", "k3", "KLOnly", "Matching",
-    "NoiseLevel", "OutputError", "PlainRatio", "Reinforce", "RewardAscent", "SampledKL", "SequenceRatio", "Sigma",
-    "SquaredErrorRatio", "surrogate_input", "TruncatedIS", "Uniform",
+    "AdaptiveClip", "at_epoch", "Clip", "CompletionRatio", "DivergenceMask", "DynamicClip", "GaussianKL", "Guard",
+    "InverseDelta", "is_active", "KLOnly", "Matching", "NoiseLevel", "OutputError", "PlainRatio", "Reinforce",
+    "RewardAscent", "SampledKL", "SequenceRatio", "Sigma", "surrogate_input", "TruncatedIS", "Uniform",
 ]

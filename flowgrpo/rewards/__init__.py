@@ -39,16 +39,13 @@ from flowgrpo.rewards.compose import (
     transforms_of,
 )
 from flowgrpo.rewards.failures import Failed, Tally
-from flowgrpo.rewards.find import BUILT_IN, GROUP, code_hashes, edited_rewards, find, locate, names, reward, source
+from flowgrpo.rewards.find import BUILT_IN, code_hashes, edited_rewards, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
 from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.reward import (
     Batch,
-    Reward,
     about,
-    as_reward,
     inside,
-    named_parts,
     reads_on,
     require_for_tokens,
     require_modality,
@@ -58,9 +55,9 @@ from flowgrpo.rewards.reward import (
 )
 from flowgrpo.rewards.score import require_clips, score
 
-__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
-           "as_reward", "code_hashes", "compose", "differentiable", "edited_rewards", "find", "for_trial", "inside",
-           "lazily", "leave", "limits_of", "load", "locate", "named_parts", "names", "reads_on", "reads_sampler",
+__all__ = ["BUILT_IN", "MODALITIES", "About", "Batch", "Composed", "Failed", "Tally", "about",
+           "code_hashes", "compose", "differentiable", "edited_rewards", "find", "for_trial", "inside",
+           "lazily", "leave", "limits_of", "load", "locate", "names", "reads_on", "reads_sampler",
            "remembers", "require_clips", "require_for_tokens", "require_gradient", "require_memory", "require_modality",
            "require_routes", "require_signature", "require_values", "reward", "score",
            "scores_latents", "sees_base", "slow", "source", "transform_scores", "transforms_of", "value"]

@@ -9,8 +9,21 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
-from flowgrpo.objectives.kl import Adaptive, Linear, SpanKL, spans
+from flowgrpo.objectives.kl import (
+    ESTIMATORS,
+    Adaptive,
+    GaussianKL,
+    Linear,
+    OutputError,
+    SampledKL,
+    SpanKL,
+    at_epoch,
+    is_active,
+    k1,
+    k2,
+    k3,
+    spans,
+)
 from flowgrpo.samplers.growth import score
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule

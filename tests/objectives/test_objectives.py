@@ -10,7 +10,6 @@ from flowgrpo.objectives import (
     Clip,
     CompletionRatio,
     DivergenceMask,
-    DualClip,
     DynamicClip,
     GaussianKL,
     Guard,
@@ -20,11 +19,11 @@ from flowgrpo.objectives import (
     PlainRatio,
     Reinforce,
     SequenceRatio,
-    SquaredErrorRatio,
     Uniform,
     surrogate_input,
 )
-from flowgrpo.objectives.surrogates import SoftGate
+from flowgrpo.objectives.ratios import SquaredErrorRatio
+from flowgrpo.objectives.surrogates import DualClip, SoftGate
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored

@@ -13,10 +13,11 @@ import flowgrpo
 from flowgrpo import config, rewards
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import Batch, as_reward, combine
+from flowgrpo.rewards import Batch, combine
 from flowgrpo.rewards.about import Pairing
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.find import ALIASES, _told
+from flowgrpo.rewards.reward import Reward, as_reward, named_parts
 from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.helpers.refusals import message
@@ -288,7 +289,7 @@ def test_pairings_and_facts_of_wholes():
     whole = combine.Gated([beside, {"use": "over_saturation"}], [0])
     assert whole.reads == {"base"} and whole.judges == ["image"] and whole.unit == "sample"
     assert [part.origin for part in rewards.inside(whole)][1] is beside
-    names = [name for name, _ in rewards.named_parts("it", combine.Tiered([whole]))]
+    names = [name for name, _ in named_parts("it", combine.Tiered([whole]))]
     assert names == ["it", "it[0]", "it[0][0]", "it[0][1]"]
     ruled = rewards.Composed(whole, RewardRule(timeout=5, on_error="skip", when={"n": [0, 1]}), name="it")
     for fact in ("judges", "unit", "reads", "differentiable", "parts", "about"):
@@ -296,7 +297,7 @@ def test_pairings_and_facts_of_wholes():
 
 
 def test_a_reward_of_the_new_type_is_one_like_others():
-    class Bright(rewards.Reward):
+    class Bright(Reward):
         judges, unit = ["image"], "group"
 
         def __call__(self, batch: Batch):

@@ -15,6 +15,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.rewards import Batch, differentiable
+from flowgrpo.rewards.reward import as_reward
 from flowgrpo.rollouts import denoising
 from flowgrpo.training.sampling import Scorer
 from flowgrpo.training.scoring import Scoring
@@ -66,7 +67,7 @@ def test_a_reward_that_compares_with_the_base_gets_both_on_the_cpu():
 
     apart.device = "meta"
     with HostSyncs():
-        view = Batch(images(), ["a", "b"], [{}, {}], base=images("cpu")).view_for("apart", rewards.as_reward(apart))
+        view = Batch(images(), ["a", "b"], [{}, {}], base=images("cpu")).view_for("apart", as_reward(apart))
     assert view.samples.device == view.base.device
 
 

@@ -10,7 +10,7 @@ from flowgrpo.config.sections import Text
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import at_epoch, k2
+from flowgrpo.objectives.kl import at_epoch, k2
 from flowgrpo.objectives.references import Teacher
 from flowgrpo.policies import build
 from flowgrpo.policies.weights.checkpointing import recompute
