@@ -141,7 +141,7 @@ def describe_error(error: BaseException) -> str:
 # Files of ours that call users' code.
 _OURS = tuple(str(Path(__file__).parent / name) for name in ("user_code.py", "rewards/failures.py", "rewards/find.py",
                                                              "rewards/gradient.py", "rewards/reward.py",
-                                                             "rewards/wrap.py", "rewards/score.py"))
+                                                             "rewards/compose.py", "rewards/score.py"))
 _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 

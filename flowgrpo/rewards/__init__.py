@@ -13,12 +13,13 @@ that sample. A name is one of
 
 A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward.
 
-reward.py has the type that all of these become, with its facts and its one argument, a batch; wrap.py the rules of a
-recipe (config/reward_rules.py) around one, in their order; combine.py rewards made of rewards; pairwise.py judges of
-pairs. What every model in this process shares is in local_model.py and preprocessing.py, the place of weights in
-placement.py. Published models stand by what they are: clip.py (CLIPScore, aesthetic, PickScore, HPSv2), qwen2_vl.py
-(HPSv3, VideoReward), vlm_judge/ (UnifiedReward, DeQA), geneval/, or a file of their name. The toy worlds of the
-starters are judged in flowgrpo/rewards/starter; rewards that no recipe names are in contrib (find.py lists all).
+reward.py has the type that all of these become, with its facts and its one argument, a batch; compose.py puts one under
+its rule of a recipe (config/reward_rules.py), with cached_scores.py; combine.py has rewards made of rewards;
+pairwise.py judges of pairs. What every model in this process shares is in local_model.py and preprocessing.py, the
+place of weights in placement.py. Published models stand by what they are: clip.py (CLIPScore, aesthetic, PickScore,
+HPSv2), qwen2_vl.py (HPSv3, VideoReward), vlm_judge/ (UnifiedReward, DeQA), geneval/, or a file of their name. The toy
+worlds of the starters are judged in flowgrpo/rewards/starter; rewards that no recipe names are in contrib (find.py
+lists all).
 """
 
 from __future__ import annotations

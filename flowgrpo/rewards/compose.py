@@ -4,6 +4,7 @@ before comparison: [P, G] to [P, G], P groups of G samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,25 @@ from flowgrpo.config.reward_rules import (
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import SERVER, RewardFunction
-from flowgrpo.rewards.failures import relabel_errors
+from flowgrpo.rewards.cached_scores import Scores
+from flowgrpo.rewards.failures import Failed, relabel_errors, score_with_policy, with_label, within
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.pairwise import WinRates, pairing, sees_groups
 from flowgrpo.rewards.placement import Placement, leave, local_models
-from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts
-from flowgrpo.rewards.wrap import Scores, ready
+from flowgrpo.rewards.reward import (
+    BASE,
+    EPOCH,
+    FPS,
+    MEMORY,
+    POLICY,
+    Batch,
+    Checked,
+    Function,
+    Reward,
+    as_reward,
+    inside,
+    named_parts,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,8 +102,10 @@ def rank(scores: Tensor) -> Tensor:
 class Composed(Reward):
     """Reward with its rule, in the form that `score` calls.
 
+    Its rule: `when`, then cached scores, weights on their device, attempts, the time-out, and the label in errors, in
+    this order.
     kept: its cached scores, if cached. placement: where its weights are; None: loaded, where they stay. name: its
-    label. made: the reward. ready: the same under its rule.
+    label. made: the reward. checked: the same with the check of its answer. plain: the rule adds nothing.
     """
 
     function: RewardFunction
@@ -98,20 +114,64 @@ class Composed(Reward):
     placement: Placement | None = None
     name: str = ""
     made: Reward = field(init=False, repr=False)
-    ready: Reward = field(init=False, repr=False)
+    checked: Checked = field(init=False, repr=False)
+    plain: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        made = as_reward(self.function, self.name)
-        # None where no weights are to be loaded or moved.
-        placed = self.placement if self.placement and (self.placement.away or local_models(self.function)) else None
-        vars(self).update(made.facts(), made=made, ready=ready(self.name, made, self.rule, self.kept, placed))
+        made, rule = as_reward(self.function, self.name), self.rule
+        checked = Checked(self.name, WinRates(self.name, made, pairing(made)) if made.unit == "pair" else made)
+        placed = self.placement and (self.placement.away or local_models(self.function))  # weights to load or to move
+        plain = not (rule.when or rule.timeout or rule.on_error != "raise" or rule.use not in (None, self.name)
+                     or self.kept or placed)
+        vars(self).update(made.facts(), made=made, checked=checked, plain=plain)
 
     @property
     def origin(self) -> Any:
         return self.made.origin
 
-    def __call__(self, batch: Batch) -> Any:
-        return self.ready(batch)
+    def __call__(self, batch: Batch) -> list[float | Failed]:
+        """Scores for the prompts that the rule applies to; NaN for all others."""
+        if self.plain:
+            return self.checked(batch)
+        rows = [i for i, entry in enumerate(batch.metadata) if self.rule.applies(entry)]
+        found = dict(zip(rows, self._unless_cached(batch.rows(rows)))) if rows else {}
+        return [found.get(i, math.nan) for i in range(len(batch))]
+
+    def _unless_cached(self, batch: Batch) -> list[float | Failed]:
+        if self.kept is None:
+            return self._ask(batch)
+        bases = batch.base if BASE in self.reads and batch.base is not None else [None] * len(batch)
+        fps = batch.fps if FPS in self.reads else None
+        keys = [self.kept.key(*sample, fps) for sample in zip(batch.samples, batch.prompts, batch.metadata, bases)]
+        known: dict[str, Any] = {**self.kept.read(keys)}
+        if missing := [i for i, key in enumerate(keys) if key not in known]:
+            fresh = list(zip((keys[i] for i in missing), self._ask(batch.rows(missing))))
+            self.kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
+            known |= fresh
+        return [known[key] for key in keys]
+
+    def _ask(self, batch: Batch) -> list[float | Failed]:
+        self.bring()
+        return score_with_policy(lambda rows: self._answer(batch.rows(rows)), range(len(batch)), self.rule.on_error,
+                                 batch.group if self.checked.unit == "group" else 1)
+
+    def _answer(self, batch: Batch) -> list[float | Failed]:
+        """Answer within the rule's time. Raises TimedOut."""
+        message = (f"reward {self.name!r} hangs on {quantity(len(batch), 'sample')} (first prompt of the batch: "
+                   f"{batch.prompts[0]!r})")
+        return within(self.rule.timeout, message, lambda: self._named(batch))
+
+    def _named(self, batch: Batch) -> list[float | Failed]:
+        """Answer whose errors and failures have the label and the name of a reward that has both."""
+        use = self.rule.use
+        if use in (None, self.name):
+            return self.checked(batch)
+        with relabel_errors(self.name, use):
+            values = self.checked(batch)
+        for value in (*values, *batch.lost):
+            if isinstance(value, Failed):
+                value.args = (with_label(str(value), self.name, use),)
+        return values
 
     def bring(self) -> None:
         """Load the weights, or bring them back to their device, where they are not there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,8 +12,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally
+from flowgrpo.rewards.pairwise import WinRates, pairing
 from flowgrpo.rewards.reward import Batch, Checked, Reward, about, as_reward, modality_of, require_modality
-from flowgrpo.rewards.wrap import by_size, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,10 +81,10 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     made: dict[str, Reward] = {}  # each under its rule, by the label of this call
     for name, reward in rewards.items():
         if isinstance(reward, Composed):
-            made[name] = reward.ready if reward.name == name else replace(reward, name=name).ready
+            made[name] = reward if reward.name == name else replace(reward, name=name)
         else:
             bare = as_reward(reward, name)
-            made[name] = Checked(name, bare) if bare.unit != "pair" else ready(name, bare)
+            made[name] = Checked(name, WinRates(name, bare, pairing(bare)) if bare.unit == "pair" else bare)
     if batch.samples is not None:
         require_modality(made, modality_of(batch.samples))
     table = []
@@ -95,6 +95,23 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
             if tally is not None and isinstance(error, Failed):
                 tally.add(name, error)
     return table
+
+
+def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
+    """`columns` of images of several sizes: those of one size are scored together, in the order of the batch.
+    Raises UserError for a group whose samples differ in size."""
+    import torch
+
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, output in enumerate(batch.samples):
+        alike.setdefault(tuple(output.shape), []).append(row)
+    if any(output.shape != batch.samples[row - row % batch.group].shape for row, output in enumerate(batch.samples)):
+        raise UserError(f"the samples of a group of {batch.group} differ in size ({', '.join(map(str, alike))}): "
+                        "expected one size in each group")
+    scored: dict[int, tuple[float | Failed, ...]] = {}
+    for rows in alike.values():
+        scored |= zip(rows, zip(*columns(batch.rows(rows, torch.stack))))
+    return [list(column) for column in zip(*(scored.get(row, ()) for row in range(len(batch))))]
 
 
 def _with_facts(batch: Batch) -> Batch:

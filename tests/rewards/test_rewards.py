@@ -293,7 +293,7 @@ def test_pairings_and_facts_of_wholes():
     assert names == ["it", "it[0]", "it[0][0]", "it[0][1]"]
     ruled = rewards.Composed(whole, RewardRule(timeout=5, on_error="skip", when={"n": [0, 1]}), name="it")
     for fact in ("judges", "unit", "reads", "differentiable", "parts", "about"):
-        assert getattr(ruled, fact) == getattr(ruled.ready, fact) == getattr(whole, fact)
+        assert getattr(ruled, fact) == getattr(ruled.checked, fact) == getattr(whole, fact)
 
 
 def test_a_reward_of_the_new_type_is_one_like_others():

@@ -10,7 +10,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.wrap import FILE, version
+from flowgrpo.rewards.cached_scores import FILE, version
 from tests.helpers.refusals import message
 
 PROMPTS = ["a", "bb", "ccc"]
