@@ -264,24 +264,16 @@ def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str]) -> lis
     return [None if width != width else width for width in edge_widths(images)]
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim."""
-
-    shapes: np.ndarray
-    colours: np.ndarray
-    first: np.ndarray
-    direction: np.ndarray | None
-
-
 @lru_cache(maxsize=4096)
-def _slots(prompt: str) -> _Slots:
+def _slots(prompt: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Of every claimed object the index of its shape and of its colour (-1: any), and whether it is of the first claim;
+    and the direction of the relation."""
     claims = parse(prompt)
     names = list(COLOURS)
     rows = [(SHAPES.index(claim.shape), names.index(claim.colour) if claim.colour else -1, number == 0)
             for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
     shapes, colours, first = (np.array(column) for column in zip(*rows))
-    return _Slots(shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None)
+    return shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None
 
 
 @built_in("scene_graded", "count counting colour color shape", ABOUT)
@@ -301,7 +293,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     if len(pixels) != len(slots):
         raise ValueError(f"the scene reward got {len(pixels)} images and {len(slots)} prompts, "
                          "expected one prompt for each image")
-    return [_grade(_read_once(image.tobytes()), slot) for image, slot in zip(pixels, slots)]
+    return [_grade(_read_once(image.tobytes()), *slot) for image, slot in zip(pixels, slots)]
 
 
 @built_in("scene", "count counting colour color shape", ABOUT)
@@ -314,21 +306,22 @@ def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
     return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
 
 
-def _grade(reading: Reading, slots: _Slots) -> float:
+def _grade(reading: Reading, shape: np.ndarray, colour: np.ndarray, first: np.ndarray, direction: np.ndarray | None
+           ) -> float:
     if not reading.objects:
         return 0.0
     centres = np.array([blob.centre for blob in reading.objects])
     # Of each blob as each claimed object: [blobs, slots].
-    shapes = np.array([blob.shapes for blob in reading.objects])[:, slots.shapes]
-    colours = np.array([[*blob.colours, blob.colours.max()] for blob in reading.objects])[:, slots.colours]
+    shapes = np.array([blob.shapes for blob in reading.objects])[:, shape]
+    colours = np.array([[*blob.colours, blob.colours.max()] for blob in reading.objects])[:, colour]
     whole = np.array([blob.crispness * blob.unity for blob in reading.objects])
     credit = whole[:, None] * _above_floor(shapes) * _above_floor(colours)
     # If shapes and colours leave a choice (a ring left of a ring), the relation decides.
-    hint = 0.0 if slots.direction is None else 1e-4 / SIZE * np.outer(centres @ slots.direction, 2 * slots.first - 1)
+    hint = 0.0 if direction is None else 1e-4 / SIZE * np.outer(centres @ direction, 2 * first - 1)
     taken, slot = linear_sum_assignment(credit + hint, maximize=True)
     extra = ramp(np.delete([blob.area for blob in reading.objects], taken), AREA).sum()
-    shown = credit[taken, slot].sum() / (len(slots.shapes) + extra)
-    return float(reading.ground * shown * _direction(centres[taken], slots.first[slot], slots.direction))
+    shown = credit[taken, slot].sum() / (len(shape) + extra)
+    return float(reading.ground * shown * _direction(centres[taken], first[slot], direction))
 
 
 def _direction(centres: np.ndarray, first: np.ndarray, direction: np.ndarray | None) -> float:
