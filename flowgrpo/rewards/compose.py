@@ -131,8 +131,6 @@ class Composed(Reward):
 
     def __call__(self, batch: Batch) -> list[float | Failed]:
         """Scores for the prompts that the rule applies to; NaN for all others."""
-        if self.plain:
-            return self.checked(batch)
         rows = [i for i, entry in enumerate(batch.metadata) if self.rule.applies(entry)]
         found = dict(zip(rows, self._unless_cached(batch.rows(rows)))) if rows else {}
         return [found.get(i, math.nan) for i in range(len(batch))]

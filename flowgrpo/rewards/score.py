@@ -81,7 +81,8 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     made: dict[str, Reward] = {}  # each under its rule, by the label of this call
     for name, reward in rewards.items():
         if isinstance(reward, Composed):
-            made[name] = reward if reward.name == name else replace(reward, name=name)
+            named = reward if reward.name == name else replace(reward, name=name)
+            made[name] = named.checked if named.plain else named
         else:
             bare = as_reward(reward, name)
             made[name] = Checked(name, WinRates(name, bare, pairing(bare)) if bare.unit == "pair" else bare)
