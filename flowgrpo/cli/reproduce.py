@@ -26,7 +26,8 @@ class Result:
     """Published result: the base's and the tuned model's mean of a reward on a suite.
 
     seconds, peak: an epoch's, and GiB of each GPU, computed for PROCESSES of GPU by `flowgrpo check`.
-    source: where the paper has base and tuned, and on which prompts if not on the suite.
+    source: where the paper has base and tuned, and on which prompts if not on the suite. recipe: without:
+    papers/PAPER_RESULT.
     """
 
     suite: str
@@ -37,6 +38,7 @@ class Result:
     peak: float
     base: float
     tuned: float
+    recipe: str | None = None
 
     @property
     def hours(self) -> float:
@@ -106,11 +108,11 @@ def commands(recipe: str, result: Result, folder: Path, processes: int, further:
 def of_recipe(name: str) -> list[str]:
     """GPUs, hours and peak GiB of a paper's recipe, computed; empty for another recipe."""
     return next(([f"{PROCESSES} {GPU} (80 GB)", f"{result.hours:.0f}", f"{result.peak:.1f}"]
-                 for paper, result in RESULTS.items() if name == recipe_of(paper)), [])
+                 for paper, result in RESULTS.items() if result.recipe is None and name == recipe_of(paper)), [])
 
 
 def recipe_of(paper: str) -> str:
-    return f"papers/{paper.replace('/', '_')}"
+    return RESULTS[paper].recipe or f"papers/{paper.replace('/', '_')}"
 
 
 def cost(result: Result) -> str:

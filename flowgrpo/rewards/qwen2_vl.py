@@ -250,7 +250,8 @@ class VideoReward(LocalModel):
 
     def _patches(self, videos: Tensor, fps: float | None = None) -> Any:
         frames = videos[:, frame_indices(videos.shape[1], self.fps or fps or USUAL)]
-        scaled = sides(*videos.shape[-2:], least=LEAST, most=MOST)
+        height, width = videos.shape[-2:]
+        scaled = sides(height, width, LEAST, MOST)
         pictures = resize_images(frames.to(self.device).flatten(0, 1), scaled, "bytes")
         pictures = pictures.to(torch.uint8).unflatten(0, frames.shape[:2])
         process = self.models[2].video_processor
