@@ -37,6 +37,7 @@ class BestWorst:
             raise ValueError(f"BestWorst: n is {self.n}, expected an even number from 2 up")
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         _require_at_most("BestWorst", "n", self.n, scores)
         size = scores.shape[1]
         ranked = scores.argsort(dim=1, stable=True)
@@ -59,6 +60,7 @@ class MaxVariance:
             raise ValueError(f"MaxVariance: last is {self.last}, expected at least n, {self.n}, or none to keep n")
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         _require_at_most("MaxVariance", "n", self.n, scores)
         _require_at_most("MaxVariance", "last", self.last or self.n, scores)
         run, number = None if context is None else context.run, self.n
@@ -84,6 +86,7 @@ class Extremes:
             raise ValueError(f"Extremes: low is {self.low} and high {self.high}, expected low <= high")
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         groups = _siblings(scores, context)
         best, worst = (_at(groups, end(dim=2, keepdim=True)) for end in (groups.argmax, groups.argmin))
         return ((best & (groups >= self.high)) | (worst & (groups <= self.low))).flatten(1)
@@ -104,6 +107,7 @@ class WidthPruning:
     depths: Literal["last", "all"] = "last"
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         return self._prune(_siblings(scores, context))
 
     def nodes(self, scores: Tensor, siblings: int | None) -> Tensor:
@@ -131,6 +135,7 @@ class Beyond:
     quantile: Annotated[float, AtLeast(0, below=1, words="0 (keep all) or more, and below 1")]
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         far = scores.abs()
         return far >= far.quantile(self.quantile)
 
@@ -166,6 +171,7 @@ class PairedGroups:
     """
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
         differ = ~zero_variance(scores)
         right = (scores > 0).sum(1)
         wrong = (scores < 0).sum(1)
@@ -220,6 +226,10 @@ def _siblings(scores: Tensor, context: Context | None) -> Tensor:
 
 def _at(scores: Tensor, positions: Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, positions, True)
+
+
+def _require_ranked(scores: Tensor) -> None:
+    assert not scores.isnan().any(), "scores to rank by must not contain NaN"
 
 
 def _require_at_most(part: str, name: str, n: int, scores: Tensor) -> None:
