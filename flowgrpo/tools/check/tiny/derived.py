@@ -28,9 +28,9 @@ from flowgrpo.tools.check.tiny.parts import (
     construct,
     flux2_vae,
     image,
-    language_model,
     lively,
     network,
+    prompt_reader,
     qwen3_vl,
     qwen_vae,
     shifted_scheduler,
@@ -108,14 +108,13 @@ def _ltx25(parts: Parts) -> Parts:
 
 
 def _anima(parts: Parts) -> Parts:
-    tokens = chat_tokenizer()
     cosmos = network("CosmosTransformer3DModel", adaln_lora_dim=4, max_size=(4, 32, 32), rope_scale=(1.0, 1.0, 1.0),
                      extra_pos_embed_type=None)
     conditioner = diffusers.AnimaTextConditioner(
-        source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=len(tokens),
+        source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=514,
         min_sequence_length=8)
-    return {"transformer": lively(cosmos), "text_conditioner": conditioner, "tokenizer": tokens, "vae": qwen_vae(),
-            "t5_tokenizer": tokenizer(), "text_encoder": language_model(tokens), "scheduler": shifted_scheduler()}
+    return {"transformer": lively(cosmos), "text_conditioner": conditioner, "vae": qwen_vae(),
+            "t5_tokenizer": tokenizer(), **prompt_reader(), "scheduler": shifted_scheduler()}
 
 
 def _flux3(parts: Parts, distilled: bool = False) -> Parts:
@@ -124,37 +123,6 @@ def _flux3(parts: Parts, distilled: bool = False) -> Parts:
                     timestep_channels=16, mlp_ratio=3.0, axes_dims_rope=(4, 4, 4, 4), flow_map=distilled)
     return {"transformer": lively(flux3), "tokenizer": processor, "vae": flux2_vae(),
             "text_encoder": qwen3_vl(processor.tokenizer, layers=33), "scheduler": shifted_scheduler()}
-
-
-def _siglip(parts: Parts) -> Parts:
-    """An encoder of images of 16 x 16, as wide as the embeddings that HunyuanVideo 1.5 reads."""
-    config = transformers.SiglipVisionConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1,
-                                             num_attention_heads=2, image_size=16, patch_size=8)
-    return {"image_encoder": transformers.SiglipVisionModel(config),
-            "feature_extractor": transformers.SiglipImageProcessor(size={"height": 16, "width": 16})}
-
-
-def _dream(parts: Parts) -> Parts:
-    processor = vision_processor()
-    return {"processor": processor, "tokenizer": processor.tokenizer, "text_encoder": qwen3_vl(processor.tokenizer),
-            "vae": autoencoder(), "scheduler": shifted_scheduler()}
-
-
-def _deepfloyd(parts: Parts) -> Parts:
-    """Pixels of a U-Net that gives a variance too."""
-    return {"unet": unets.unet(in_channels=3, out_channels=6, sample_size=16, encoder_hid_dim=WIDTH,
-                               encoder_hid_dim_type="text_proj"),
-            **t5(length=77), **unets.UNCHECKED, "watermarker": None,
-            "scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", variance_type="learned_range",
-                                                 clip_sample=False)}
-
-
-def _motion(parts: Parts) -> Parts:
-    return {"unet": unets.unet(cross_attention_dim=2 * WIDTH, block_out_channels=(8, 8), norm_num_groups=2,
-                               down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                               up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), **unets.POOLED),
-            "motion_adapter": videos.motion_adapter(),
-            "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}
 
 
 def _motif(parts: Parts) -> Parts:
@@ -166,22 +134,6 @@ def _motif(parts: Parts) -> Parts:
     return {"text_encoder": transformers.T5Gemma2Encoder(config),
             "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
             "scheduler": shifted_scheduler(), "tokenizer": tokenizer()}
-
-
-def _easy(parts: Parts) -> Parts:
-    tokens = chat_tokenizer()
-    return {"vae": diffusers.AutoencoderKLMagvit(
-                latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
-            "text_encoder": language_model(tokens), "tokenizer": tokens, "scheduler": shifted_scheduler()}
-
-
-def _kandinsky3(parts: Parts) -> Parts:
-    movq = diffusers.VQModel(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, vq_embed_dim=4,
-                             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
-    unet = network("Kandinsky3UNet", time_embedding_dim=16, groups=2, attention_head_dim=8, layers_per_block=3,
-                   block_out_channels=(16, 32), cross_attention_dim=16, encoder_hid_dim=16)
-    return {"unet": lively(unet), "movq": movq, **t5(length=128),
-            "scheduler": diffusers.DDPMScheduler(clip_sample=False)}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -228,11 +180,19 @@ ROWS: dict[str, tuple[Any, ...]] = {
         "StableDiffusionXL", "ZImage")},
     **{f"{name}PAGImg2Img": (name, None, PICTURE) for name in (
         "StableDiffusion", "StableDiffusion3", "StableDiffusionXL")},
-    "AnimateDiffSDXL": ("StableDiffusionXL", _motion, {"num_frames": 4}),
+    "AnimateDiffSDXL": ("StableDiffusionXL", lambda parts: {
+        "unet": unets.unet(cross_attention_dim=2 * WIDTH, **unets.TWO_STAGES, **unets.POOLED),
+        "motion_adapter": videos.motion_adapter(),
+        "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}, {"num_frames": 4}),
     "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": video(5)}),
     "DreamLiteMobile": ("DreamLite",),
     "Flux2KleinKV": ("Flux2Klein",),
-    "HunyuanVideo15ImageToVideo": ("HunyuanVideo15", _siglip, IMAGE),
+    # The encoder's images are of 16 x 16, its embeddings as wide as those that the denoiser reads.
+    "HunyuanVideo15ImageToVideo": ("HunyuanVideo15", lambda parts: {
+        "image_encoder": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(
+            hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+            patch_size=8)),
+        "feature_extractor": transformers.SiglipImageProcessor(size=SIZE)}, IMAGE),
     "Kandinsky5T2V": ("Kandinsky5T2I", lambda parts: {"vae": OWN["HunyuanVideoPipeline"]()[0].vae},
                       CLIP | {"height": 32, "width": 32}),
     "LTX2Condition": ("LTX2",),
@@ -260,23 +220,40 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "Helios": ("Wan", denoiser("HeliosTransformer3DModel", lambda parts: {
         "scheduler": diffusers.HeliosScheduler(stages=1, stage_range=[0, 1])}),
         {"num_latent_frames_per_chunk": 3, "history_sizes": [2, 1, 1]}),
-    "IF": ("StableDiffusion", _deepfloyd, {"clean_caption": False}),
+    # Pixels of a U-Net that gives a variance too.
+    "IF": ("StableDiffusion", lambda parts: {
+        "unet": unets.unet(in_channels=3, out_channels=6, sample_size=16, encoder_hid_dim=WIDTH,
+                           encoder_hid_dim_type="text_proj"),
+        **t5(length=77), **unets.UNCHECKED, "watermarker": None, "scheduler": diffusers.DDPMScheduler(
+            beta_schedule="squaredcos_cap_v2", variance_type="learned_range", clip_sample=False)},
+        {"clean_caption": False}),
     "MotifVideo": ("Wan", denoiser("MotifVideoTransformer3DModel", _motif, in_channels=9)),
     "MotifVideoImage2Video": ("MotifVideo", denoiser("MotifVideoTransformer3DModel", lambda parts: {
         "feature_extractor": transformers.SiglipImageProcessor(size={"height": 28, "width": 28})},
         in_channels=9, image_embed_dim=WIDTH), IMAGE),
-    "EasyAnimate": ("Wan", denoiser("EasyAnimateTransformer3DModel", _easy, in_channels=4, out_channels=4,
-                                    patch_size=2), CLIP),
-    "DreamLite": ("", denoiser("DreamLiteUNetModel", _dream, "unet", block_out_channels=(8, 8), norm_num_groups=2,
-                               attention_head_dim=4, num_attention_heads=None, cross_attention_dim=16, sample_size=8,
-                               down_block_types=("DreamLiteCrossAttnDownBlock2D",) * 2,
-                               up_block_types=("DreamLiteCrossAttnUpBlock2D",) * 2), SMALL),
+    "EasyAnimate": ("Wan", denoiser("EasyAnimateTransformer3DModel", lambda parts: {
+        "vae": diffusers.AutoencoderKLMagvit(
+            latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
+        **prompt_reader(), "scheduler": shifted_scheduler()}, in_channels=4, out_channels=4, patch_size=2), CLIP),
+    "DreamLite": ("", denoiser("DreamLiteUNetModel", lambda parts: {
+        "processor": (processor := vision_processor()), "tokenizer": processor.tokenizer,
+        "text_encoder": qwen3_vl(processor.tokenizer), "vae": autoencoder(), "scheduler": shifted_scheduler()},
+        "unet", block_out_channels=(8, 8), norm_num_groups=2, attention_head_dim=4, num_attention_heads=None,
+        cross_attention_dim=16, sample_size=8, down_block_types=("DreamLiteCrossAttnDownBlock2D",) * 2,
+        up_block_types=("DreamLiteCrossAttnUpBlock2D",) * 2), SMALL),
     "PRXPixel": ("PRX", denoiser("PRXTransformer2DModel", in_channels=3, axes_dim=(4, 4), hidden_size=16,
                                  bottleneck_size=8)),
     "Lumina": ("Lumina2", denoiser("LuminaNextDiT2DModel", lambda parts: {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}, sample_size=4, multiple_of=2, num_kv_heads=1,
         cross_attention_dim=16)),
-    "Kandinsky3": ("StableDiffusion", _kandinsky3, SIZE),
+    "Kandinsky3": ("StableDiffusion", lambda parts: {
+        "movq": diffusers.VQModel(
+            latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, vq_embed_dim=4,
+            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2),
+        "unet": lively(network("Kandinsky3UNet", time_embedding_dim=16, groups=2, attention_head_dim=8,
+                               layers_per_block=3, block_out_channels=(16, 32), cross_attention_dim=16,
+                               encoder_hid_dim=16)),
+        **t5(length=128), "scheduler": diffusers.DDPMScheduler(clip_sample=False)}, SIZE),
 }
 
 

@@ -16,7 +16,6 @@ from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     TOKENS,
     VISION_TOKENS,
-    Factories,
     Parts,
     Pipeline,
     assemble,
@@ -25,14 +24,13 @@ from flowgrpo.tools.check.tiny.parts import (
     clip,
     dynamic_scheduler,
     factories,
-    factory,
     flux2_vae,
     flux_transformer,
     image,
-    language_model,
     lively,
     network,
     of_tokens,
+    prompt_reader,
     qwen3_vl,
     qwen_processor,
     qwen_vae,
@@ -45,7 +43,6 @@ from flowgrpo.tools.check.tiny.parts import (
     with_t5,
 )
 
-FACTORIES: Factories = {}
 SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
 FLUX_CALL = SIZE | {"max_sequence_length": 16}
 # An image whose right half is drawn; from pure noise.
@@ -102,7 +99,6 @@ def qwen_edit() -> Parts:
         "text_encoder": qwen_vl(tokens), "processor": qwen_processor(tokens)}
 
 
-@factory(FACTORIES, "HiDreamImagePipeline", **FLUX_CALL)
 def hidream() -> Parts:
     """Its experts run without gradients outside training mode."""
     tokens = tokenizer()
@@ -115,7 +111,6 @@ def hidream() -> Parts:
             "tokenizer_4": tokens, "default_sample_size": 8}  # it scales every image to that area
 
 
-@factory(FACTORIES, "Krea2Pipeline", **FLUX_CALL)
 def krea2() -> Parts:
     """Its denoiser reads several layers of a vision-language model."""
     tokens = chat_tokenizer()
@@ -128,17 +123,13 @@ def krea2() -> Parts:
             "prompt_template_encode_start_idx": 0, "prompt_template_encode_num_suffix_tokens": 0}
 
 
-@factory(FACTORIES, "ErnieImagePipeline", **SIZE, use_pe=False)
 def ernie_image() -> Parts:
     """A list of embeddings of different lengths."""
-    tokens = chat_tokenizer()
     denoiser = network("ErnieImageTransformer2DModel", hidden_size=16, num_attention_heads=1, in_channels=16,
                        out_channels=16)
-    return {"transformer": lively(denoiser), "vae": flux2_vae(), "text_encoder": language_model(tokens),
-            "tokenizer": tokens, "scheduler": shifted_scheduler()}
+    return {"transformer": lively(denoiser), "vae": flux2_vae(), **prompt_reader(), "scheduler": shifted_scheduler()}
 
 
-@factory(FACTORIES, "LongCatImagePipeline", **SIZE, enable_prompt_rewrite=False)
 def longcat() -> Parts:
     """A Flux whose prompt is encoded by a vision-language model."""
     tokens, denoiser = chat_tokenizer(*VISION_TOKENS), network("LongCatImageTransformer2DModel", in_channels=64)
@@ -147,7 +138,6 @@ def longcat() -> Parts:
             "tokenizer_max_length": TOKENS}
 
 
-@factory(FACTORIES, "HunyuanImagePipeline", **SIZE)
 def hunyuan_image() -> Parts:
     """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
     tokens = chat_tokenizer(*VISION_TOKENS)
@@ -162,7 +152,6 @@ def hunyuan_image() -> Parts:
             "tokenizer_2_max_length": TOKENS, "prompt_template_encode": "{}", "prompt_template_encode_start_idx": 0}
 
 
-@factory(FACTORIES, "QwenImage21Pipeline", height=64, width=64)
 def qwen_image_21() -> Parts:
     """Qwen-Image 2.1: images of four channels, the fourth their opacity."""
     processor = vision_processor()
@@ -174,7 +163,6 @@ def qwen_image_21() -> Parts:
             "processor": processor, "transformer": lively(denoiser)}
 
 
-@factory(FACTORIES, "Ideogram4Pipeline", height=64, width=64, max_sequence_length=TOKENS, guidance_schedule=(3.0, 3.0))
 def ideogram4() -> Parts:
     """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
     tokens = chat_tokenizer(*VISION_TOKENS)
@@ -185,7 +173,6 @@ def ideogram4() -> Parts:
         mrope_section=(2, 1, 1))) for name in ("transformer", "unconditional_transformer")}
 
 
-@factory(FACTORIES, "NucleusMoEImagePipeline", **SIZE)
 def nucleus() -> Parts:
     """Nucleus-Image: experts choose their tokens, in all blocks but the first; encoded by the eighth last layer."""
     processor = vision_processor()
@@ -200,7 +187,6 @@ def nucleus() -> Parts:
             "text_encoder": qwen3_vl(processor.tokenizer, layers=9), "processor": processor}
 
 
-@factory(FACTORIES, "PRXPipeline", **SIZE, use_resolution_binning=False)
 def prx() -> Parts:
     """PRX, which is guided with one prompt per call alone."""
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
@@ -215,7 +201,6 @@ def prx() -> Parts:
             "tokenizer": tokens, "vae": autoencoder(), "default_sample_size": 16}
 
 
-@factory(FACTORIES, "Kandinsky5T2IPipeline", height=64, width=64, max_sequence_length=TOKENS)
 def kandinsky5() -> Parts:
     """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
     tokens = chat_tokenizer(*VISION_TOKENS)
@@ -227,7 +212,18 @@ def kandinsky5() -> Parts:
 
 FLUX2_CALL = FLUX_CALL | {"text_encoder_out_layers": (1,)}
 EDIT_CALL = {"height": 256, "width": 256, "image": image()}
-FACTORIES |= factories({
+FACTORIES = factories({
+    "HiDreamImagePipeline": (hidream, FLUX_CALL),
+    "Krea2Pipeline": (krea2, FLUX_CALL),
+    "ErnieImagePipeline": (ernie_image, SIZE | {"use_pe": False}),
+    "LongCatImagePipeline": (longcat, SIZE | {"enable_prompt_rewrite": False}),
+    "HunyuanImagePipeline": (hunyuan_image, SIZE),
+    "QwenImage21Pipeline": (qwen_image_21, {"height": 64, "width": 64}),
+    "Ideogram4Pipeline": (ideogram4, {
+        "height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}),
+    "NucleusMoEImagePipeline": (nucleus, SIZE),
+    "PRXPipeline": (prx, SIZE | {"use_resolution_binning": False}),
+    "Kandinsky5T2IPipeline": (kandinsky5, {"height": 64, "width": 64, "max_sequence_length": TOKENS}),
     "StableDiffusion3Pipeline": (sd3_parts, SD3_CALL),
     "FluxPipeline": (flux_parts, FLUX_CALL),
     # Tokens of a reference image follow those of the noise.

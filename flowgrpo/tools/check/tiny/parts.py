@@ -78,14 +78,6 @@ def factories(rows: dict[str, tuple[Any, ...]]) -> Factories:
     return {name: lambda seed=0, name=name, row=row: assemble(name, *row, seed=seed) for name, row in rows.items()}
 
 
-def factory(made: Factories, name: str, **call: Any) -> Callable[[Callable[[], Parts]], Callable[[], Parts]]:
-    """Add the pipeline class `name`, of the parts that the decorated function returns, to a module's factories."""
-    def register(parts: Callable[[], Parts]) -> Callable[[], Parts]:
-        made.update(factories({name: (parts, call)}))
-        return parts
-    return register
-
-
 # --- text encoders ---------------------------------------------------------------------------------------------------
 
 # Of configurations of transformers.
@@ -141,6 +133,12 @@ def language_model(tokens: PreTrainedTokenizerBase, kind: type | None = None) ->
     """Return a two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
     return (kind or transformers.Qwen3Model)(transformers.Qwen3Config(
         **READER, **of_tokens(tokens), num_key_value_heads=1, head_dim=8, max_position_embeddings=1024))
+
+
+def prompt_reader(kind: type | None = None) -> Parts:
+    """A language model as the prompt encoder, and its tokenizer."""
+    tokens = chat_tokenizer()
+    return {"tokenizer": tokens, "text_encoder": language_model(tokens, kind)}
 
 
 def llama() -> PreTrainedModel:
@@ -229,9 +227,8 @@ def flux_transformer(kind: str = "FluxTransformer2DModel", **options: Any) -> Ne
 
 def with_language_model(denoiser: Network, vae: Network = None, reader: type | None = None, **parts: Any) -> Parts:
     """Parts of a pipeline with a language model as its prompt encoder. reader: its class."""
-    tokens = chat_tokenizer()
-    return {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "tokenizer": tokens,
-            "text_encoder": language_model(tokens, reader), "vae": vae or autoencoder(), **parts}
+    return {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), **prompt_reader(reader),
+            "vae": vae or autoencoder(), **parts}
 
 
 def with_t5(denoiser: Network, vae: Network = None, **parts: Any) -> Parts:

@@ -16,7 +16,6 @@ from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux_parts, sd
 from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     WIDTH,
-    Factories,
     Network,
     Parts,
     Pipeline,
@@ -26,7 +25,6 @@ from flowgrpo.tools.check.tiny.parts import (
     awake,
     clip,
     factories,
-    factory,
     flux_transformer,
     image,
     image_encoder,
@@ -42,7 +40,6 @@ from flowgrpo.tools.check.tiny.parts import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FACTORIES: Factories = {}
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SD_NOISE = BETAS | {"steps_offset": 1, "timestep_spacing": "leading"}
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
@@ -50,6 +47,13 @@ SMALL = SIZE | {"use_resolution_binning": False, "clean_caption": False, "max_se
 # Of a U-Net that reads pooled embeddings and six size numbers.
 POOLED = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
           "projection_class_embeddings_input_dim": WIDTH + 6 * 4}
+ONE_STAGE: dict[str, Any] = {
+    "sample_size": 8, "block_out_channels": (8,), "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 2,
+    "down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",),
+    "cross_attention_dim": WIDTH}
+TWO_STAGES: dict[str, Any] = {
+    "block_out_channels": (8, 8), "norm_num_groups": 2, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")}
 TOKENS = 4  # of an image in an IP-Adapter; diffusers fixes their number
 
 
@@ -79,7 +83,6 @@ def sdxl_parts(**given: Any) -> Parts:
             "add_watermarker": False, **given}
 
 
-@factory(FACTORIES, "KolorsPipeline", max_sequence_length=16)
 def kolors() -> Parts:
     """SDXL's U-Net, conditioned on a ChatGLM."""
     denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED)
@@ -96,7 +99,6 @@ def pixart() -> Parts:
     return with_t5(denoiser, scheduler=diffusers.DPMSolverMultistepScheduler())
 
 
-@factory(FACTORIES, "HunyuanDiTPipeline", height=32, width=32, use_resolution_binning=False)
 def hunyuan_dit() -> Parts:
     """v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4."""
     denoiser = network("HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8,
@@ -107,7 +109,6 @@ def hunyuan_dit() -> Parts:
             **t5("_2", 256), **UNCHECKED}
 
 
-@factory(FACTORIES, "CogView3PlusPipeline", max_sequence_length=16)
 def cogview3() -> Parts:
     """v-prediction from a terminal signal of zero."""
     denoiser = network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
@@ -117,7 +118,6 @@ def cogview3() -> Parts:
         timestep_spacing="trailing", clip_sample=False))
 
 
-@factory(FACTORIES, "OmniGenPipeline")
 def omnigen() -> Parts:
     """Without encode_prompt: its one transformer reads the prompt's tokens at every step."""
     rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
@@ -129,10 +129,7 @@ def omnigen() -> Parts:
 
 def unet(**options: Any) -> Network:
     """Return a tiny U-Net of one block with random weights; options: of its class, over the defaults."""
-    small = dict(sample_size=8, block_out_channels=(8,), layers_per_block=1, norm_num_groups=4, attention_head_dim=2,
-                 down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-                 cross_attention_dim=WIDTH)
-    return lively(diffusers.UNet2DConditionModel(**small | options))
+    return lively(diffusers.UNet2DConditionModel(**ONE_STAGE | options))
 
 
 def _chatglm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -161,7 +158,11 @@ def large_image(channels: int = 3) -> torch.Tensor:
 
 
 MASKED = {"image": large_image(), "mask_image": (large_image(1) > 0.5).float()}
-FACTORIES |= factories({
+FACTORIES = factories({
+    "KolorsPipeline": (kolors, {"max_sequence_length": 16}),
+    "HunyuanDiTPipeline": (hunyuan_dit, {"height": 32, "width": 32, "use_resolution_binning": False}),
+    "CogView3PlusPipeline": (cogview3, {"max_sequence_length": 16}),
+    "OmniGenPipeline": (omnigen, {}),
     "StableDiffusionPipeline": (sd15_parts, {}),
     "StableDiffusionXLPipeline": (sdxl_parts, {}),
     # The guidance scale is embedded, the output consistent.

@@ -19,14 +19,12 @@ from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     TOKENS,
     VIDEO,
-    Factories,
     Network,
     Parts,
     Scheduler,
     chat_tokenizer,
     clip,
     factories,
-    factory,
     image_encoder,
     image_processor,
     lively,
@@ -41,8 +39,8 @@ from flowgrpo.tools.check.tiny.parts import (
     vision_config,
     with_t5,
 )
+from flowgrpo.tools.check.tiny.unets import ONE_STAGE, TWO_STAGES
 
-FACTORIES: Factories = {}
 CALL = VIDEO | {"max_sequence_length": TOKENS}
 LARGE_CALL = CALL | {"height": 32, "width": 32}
 
@@ -67,7 +65,6 @@ def _hunyuan_parts() -> Parts:
             "tokenizer": tokenizer(), **clip("_2", 77)}  # the pipeline pads to this length
 
 
-@factory(FACTORIES, "HunyuanVideo15Pipeline", **VIDEO)
 def hunyuan15() -> Parts:
     """Two text encoders, and guidance in a part of its own, the guider."""
     tokens = chat_tokenizer()
@@ -199,7 +196,6 @@ def cogvideox(channels: int = 4, scheduler: str = "CogVideoXDPMScheduler", shift
 COGVIDEOX_DDIM = partial(cogvideox, scheduler="CogVideoXDDIMScheduler", shift=3.0)  # that of the 2B checkpoint
 
 
-@factory(FACTORIES, "MochiPipeline", **LARGE_CALL | {"num_frames": 7})
 def mochi() -> Parts:
     """Its time runs from 0 (noise) to 1, and its velocity points to the data."""
     denoiser = network("MochiTransformer3DModel", attention_head_dim=8, num_layers=2, in_channels=12, time_embed_dim=4,
@@ -209,7 +205,6 @@ def mochi() -> Parts:
     return with_t5(denoiser, vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
 
 
-@factory(FACTORIES, "AllegroPipeline", **CALL | {"num_frames": 8, "clean_caption": False})
 def allegro() -> Parts:
     """It predicts noise; its autoencoder decodes only in tiles."""
     denoiser = network("AllegroTransformer3DModel", attention_head_dim=12, num_layers=2, cross_attention_dim=24,
@@ -223,7 +218,6 @@ def allegro() -> Parts:
         timestep_spacing="leading", steps_offset=1))
 
 
-@factory(FACTORIES, "LattePipeline", **SIZE, video_length=5, clean_caption=False)
 def latte() -> Parts:
     """It predicts noise and its variance; the pipeline drops the variance."""
     denoiser = network(
@@ -234,13 +228,9 @@ def latte() -> Parts:
     return with_t5(denoiser, image_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False))
 
 
-@factory(FACTORIES, "AnimateDiffPipeline", **SIZE, num_frames=4)
 def animatediff() -> Parts:
     """A U-Net of SD 1.5 with motion modules."""
-    denoiser = diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 8), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2,
-        norm_num_groups=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"))
+    denoiser = diffusers.UNet2DConditionModel(**ONE_STAGE | TWO_STAGES)
     return {"motion_adapter": motion_adapter(), "vae": image_vae(), **clip(), "unet": lively(denoiser),
             "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}
 
@@ -250,8 +240,6 @@ def motion_adapter() -> Network:
                                    motion_num_attention_heads=2)
 
 
-@factory(FACTORIES, "SanaVideoPipeline", height=32, width=32, frames=5, max_sequence_length=TOKENS,
-         complex_human_instruction=None, use_resolution_binning=False)
 def sana() -> Parts:
     """Linear attention over the latents of Wan's autoencoder."""
     denoiser = network("SanaVideoTransformer3DModel", attention_head_dim=12, cross_attention_head_dim=12,
@@ -267,7 +255,15 @@ HUNYUAN_CALL = CALL | {"prompt_template": {"template": "{}", "crop_start": 0}}
 # Four image tokens stand in the text; the template is not cropped.
 HUNYUAN_IMAGE = CALL | IMAGE | {"prompt_template": {
     "template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}}
-FACTORIES |= factories({
+FACTORIES = factories({
+    "HunyuanVideo15Pipeline": (hunyuan15, VIDEO),
+    "MochiPipeline": (mochi, LARGE_CALL | {"num_frames": 7}),
+    "AllegroPipeline": (allegro, CALL | {"num_frames": 8, "clean_caption": False}),
+    "LattePipeline": (latte, SIZE | {"video_length": 5, "clean_caption": False}),
+    "AnimateDiffPipeline": (animatediff, SIZE | {"num_frames": 4}),
+    "SanaVideoPipeline": (sana, {
+        "height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS, "complex_human_instruction": None,
+        "use_resolution_binning": False}),
     # Guidance as an input of the transformer.
     "HunyuanVideoPipeline": (lambda: {
         "text_encoder": lively(llama()), "transformer": _hunyuan_transformer(), **_hunyuan_parts()}, HUNYUAN_CALL),
