@@ -231,6 +231,15 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 
+def with_options(config: Config, options: dict[str, Any]) -> Config:
+    """Recipe with other values of options such as `memory.vae`."""
+    for name, value in options.items():
+        section, key = name.split(".")
+        inner = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: inner})
+    return config
+
+
 def with_precision(config: Config, wrong: dict[str, bool], of: str = "") -> Config:
     """Recipe with a precision. wrong: by name, whether what a dry run does not cover applies. Raises UserError for it.
     """
@@ -251,21 +260,19 @@ def _prepare_recipe(config: Config) -> Config:
     if not config.image.sizes:
         return config
     height, width = max(config.image.sizes, key=math.prod)
-    largest = {"height": height, "width": width, "sizes": []}
-    return config.model_copy(update={"image": config.image.model_copy(update=largest)})
+    return with_options(config, {"image.height": height, "image.width": width, "image.sizes": []})
 
 
 def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
     """Recipe as it is run, with fewer prompts and without what needs values or several processes."""
     for feature in rare:
         config = feature.run(config)
-    train = {"prompts": prompts, "compile": False, "optimizer": "adamw"}
     parts = config.parts
     if "preview" in parts:  # its quantised copies need values
         parts = parts | {"preview": parts["preview"] | {"precision": "full"}}
-    memory = config.memory.model_copy(update={"shard": False})
-    return config.model_copy(update={"train": config.train.model_copy(update=train), "parts": parts, "cache": None,
-                                     "memory": memory, "adapter": config.adapter.model_copy(update={"init": None})})
+    return with_options(config.model_copy(update={"parts": parts, "cache": None}), {
+        "train.prompts": prompts, "train.compile": False, "train.optimizer": "adamw", "memory.shard": False,
+        "adapter.init": None})
 
 
 def _image(policy: Any, folder: Path) -> str | None:
@@ -307,17 +314,9 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
 def _count_replay_waits(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs. Optimizer
     steps are counted as a phase of their own, and so are large weights that come once an epoch."""
-    waits, backward = Counter[str](), trainer.backward
-    weights: Any = trainer.policy.weights
-
-    def count_backward(*args: Any) -> None:
-        with meta.measure() as work:
-            backward(*args)
-        waits.update(work.waits)
-
-    observed: Any = trainer
-    observed.backward = count_backward
+    waits, weights, observed = Counter[str](), cast(Any, trainer.policy.weights), cast(Any, trainer)
     # A context manager that decorates a function is entered by each of its calls.
+    observed.backward = meta.measure(waits=waits)(trainer.backward)
     observed.optimization.step = meta.during(ONCE)(meta.sharding()(trainer.optimization.step))
     if weights.large:
         weights.load = meta.during(ONCE)(weights.load)

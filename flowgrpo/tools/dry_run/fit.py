@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
 from flowgrpo.policies.build import IMAGE_TOKENS, kind
 from flowgrpo.tools.dry_run import profiles
-from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run
+from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run, with_options
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
 # Those of features come before them.
@@ -44,15 +44,6 @@ def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Est
     else:
         run = dry_run
     return profiles.find(config, gpu, processes, lambda on: run(config, on, processes), of_tokens)
-
-
-def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """Recipe with other values of options such as `memory.vae`."""
-    for name, value in options.items():
-        section, key = name.split(".")
-        inner = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: inner})
-    return config
 
 
 def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: int = 1
@@ -151,4 +142,4 @@ def _batch(config: Config, gpu: GPU, processes: int) -> Config:
     shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
     chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
     least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
-    return config.model_copy(update={"train": train.model_copy(update=chosen or least)})
+    return with_options(config, {f"train.{key}": value for key, value in (chosen or least).items()})

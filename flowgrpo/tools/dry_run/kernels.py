@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -54,18 +55,20 @@ def rms_norm(x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor 
     return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-          ) -> torch.Tensor:
+def attention(gpu: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+              scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
     """Attention as `F.scaled_dot_product_attention`: on meta flash attention without a mask, else the efficient kernel,
     which a GPU would take."""
+    if gpu.autocast is not None:
+        query, key, value = map(gpu.autocast.lower, (query, key, value))
     if not query.is_meta:
         return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
                                                          scale=scale, enable_gqa=enable_gqa)
     if query.ndim != 4:
         batch = query.shape[:-3]
         mask = None if attn_mask is None else _four(attn_mask)
-        out = attention(_four(query), _four(key), _four(value), mask, dropout_p, is_causal, scale, enable_gqa)
+        out = attention(gpu, _four(query), _four(key), _four(value), mask, dropout_p, is_causal, scale, enable_gqa)
         return out.view(*batch, *out.shape[1:]) if batch else out[0]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -124,12 +127,9 @@ class Autocast(TorchFunctionMode):
 @contextlib.contextmanager
 def autocast(gpu: Any, dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Iterator[None]:
     """Context manager: autocast of a pretended GPU, which knows it as its `autocast`."""
-    before, gpu.autocast = gpu.autocast, Autocast(dtype) if enabled else None
-    try:
-        with gpu.autocast or torch._C.DisableTorchFunction():
+    with patch.object(gpu, "autocast", Autocast(dtype) if enabled else None) as mode:
+        with mode or torch._C.DisableTorchFunction():
             yield
-    finally:
-        gpu.autocast = before
 
 
 LARGEST = 2**16  # values of a tensor that is followed
@@ -178,5 +178,4 @@ class HostValues:
                 self.forget(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Forget the value of a tensor and of its views."""
         self._copies.pop(tensor.untyped_storage()._cdata, None)

@@ -16,12 +16,14 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from flowgrpo import device
@@ -104,7 +106,9 @@ class Allocator:
 
 
 META = torch.device("meta")
-UNIQUE = frozenset(("unique_consecutive", "_unique2", "unique_dim"))  # whose sizes depend on values
+# Operations whose result the host needs, or whose sizes depend on values, and what the host waits for.
+READ = {"_local_scalar_dense": "item", "is_nonzero": "bool", "equal": "equal", "nonzero": "nonzero",
+        **dict.fromkeys(("unique_consecutive", "_unique2", "unique_dim"), "unique")}
 FILLED = 2**26  # elements of a host tensor whose values are known on the GPU
 WHOLE = 2**24  # bytes of a copy to the host that has memory of its own; a larger one is a single zero, expanded
 # Operations that start no kernel.
@@ -169,16 +173,6 @@ class Shape:
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
 
 
-_tensor, _cast = torch.tensor, torch.autocast
-
-
-def from_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-    """`torch.tensor`'s result; on the meta device as a copy of the host's, whose values are known."""
-    if device is None or torch.device(device) != META:
-        return _tensor(data, device=device, **options)
-    return _tensor(data, **options).to(META)
-
-
 class MetaGPU(TorchDispatchMode):
     """Counts of the operations on meta tensors, while `running`."""
 
@@ -197,52 +191,38 @@ class MetaGPU(TorchDispatchMode):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: count; attention and RMS normalisation are single kernels, tensors of host values are
-        copied, and autocast has the operations of CUDA's."""
+        copied, and autocast has the operations of CUDA's. Torch's checkpointing restores it in a recomputed forward:
+        inside a backward no mode of functions is active."""
+        own = META.type
+        stock: Any = torch
+        make, cast_of, available = stock.tensor, stock.autocast, stock.amp.is_autocast_available
+        enabled, dtype_of = stock.is_autocast_enabled, stock.get_autocast_dtype
+
+        def casting(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
+            if device_type != own:
+                return cast_of(device_type, dtype, enabled, cache_enabled)
+            return autocast(self, dtype or torch.bfloat16, enabled)
+
         with META:  # the first context of a device fixes which functions obey it: those of torch, not these
             torch.empty(0)
-        with patch.multiple(F, scaled_dot_product_attention=self._attention, rms_norm=kernels.rms_norm), \
-                patch.multiple(torch, tensor=from_host, autocast=self._autocast), \
-                torch.autograd.set_multithreading_enabled(False), self._checkpoints(), self:
-            yield
-
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-                   ) -> torch.Tensor:
-        if self.autocast is not None:
-            query, key, value = map(self.autocast.lower, (query, key, value))
-        return kernels.attention(query, key, value, *args, **kwargs)
-
-    def _autocast(self, device_type: str, *args: Any, **options: Any) -> contextlib.AbstractContextManager[Any]:
-        if device_type != META.type:
-            return _cast(device_type, *args, **options)
-        return autocast(self, *args, **options)
-
-    @contextlib.contextmanager
-    def _checkpoints(self) -> Iterator[None]:
-        """Context manager: torch's checkpointing restores the pretended autocast in a recomputed forward, as CUDA's.
-        Inside a backward no mode of functions is active."""
-        stock: Any = torch
-        own, cast, available = META.type, stock.amp.autocast, stock.amp.is_autocast_available
-        enabled, dtype_of = stock.is_autocast_enabled, stock.get_autocast_dtype
         with patch.multiple(
-            torch, is_autocast_enabled=lambda *kind: self.autocast is not None if kind == (own,) else enabled(*kind),
+            F, scaled_dot_product_attention=partial(kernels.attention, self), rms_norm=kernels.rms_norm,
+        ), patch.multiple(
+            torch, autocast=casting,
+            # On the meta device it is a copy of the host's, whose values are known.
+            tensor=lambda data, *, device=None, **options: make(data, **options).to(META)
+            if device is not None and torch.device(device) == META else make(data, device=device, **options),
+            is_autocast_enabled=lambda *kind: self.autocast is not None if kind == (own,) else enabled(*kind),
             get_autocast_dtype=lambda kind: dtype_of(kind) if kind != own
             else self.autocast.dtype if self.autocast else torch.bfloat16,
         ), patch.multiple(
-            torch.amp, is_autocast_available=lambda kind: kind == own or available(kind),
-            autocast=lambda device_type, dtype=None, enabled=True, cache_enabled=None: (
-                autocast(self, dtype or torch.bfloat16, enabled) if device_type == own
-                else cast(device_type, dtype, enabled, cache_enabled)),
-        ):
+            torch.amp, autocast=casting, is_autocast_available=lambda kind: kind == own or available(kind),
+        ), torch.autograd.set_multithreading_enabled(False), self:
             yield
 
-    @contextlib.contextmanager
-    def sharding(self) -> Iterator[None]:
+    def sharding(self) -> Any:
         """Context manager: of tensors that are made inside, this process holds `part`."""
-        before, self.share = self.share, self.part
-        try:
-            yield
-        finally:
-            self.share = before
+        return patch.object(self, "share", self.part)
 
     def shard(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors anew, as this process's part of them."""
@@ -253,28 +233,23 @@ class MetaGPU(TorchDispatchMode):
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Context manager: count for the phase `name`."""
-        before, self.phase = self.phase, self.phases[name]
-        self._peak()
-        try:
+        with patch.object(self, "phase", self.phases[name]):
+            self._peak()
             yield
-        finally:
-            self.phase = before
 
     @contextlib.contextmanager
-    def measure(self, since: int | None = None) -> Iterator[Phase]:
+    def measure(self, since: int | None = None, waits: Counter[str] | None = None) -> Iterator[Phase]:
         """Context manager: counts of the work inside, which are the phase's too. since: bytes in use before the work,
-        of which its own bytes are counted; None: those at the beginning."""
-        before, work = self.phase, Phase()
-        base = self.memory.in_use if since is None else since
-        self.phase = work
-        try:
+        of which its own bytes are counted; None: those at the beginning. waits: gets what the host waits for."""
+        before, base = self.phase, self.memory.in_use if since is None else since
+        with patch.object(self, "phase", Phase()) as work:
             yield work
-        finally:
-            self.phase = before
-            before.add(work)
-            before.allocated = max(before.allocated, work.allocated)
-            before.reserved = max(before.reserved, work.reserved)
-            work.allocated = max(work.allocated - base, 0)
+        before.add(work)
+        before.allocated = max(before.allocated, work.allocated)
+        before.reserved = max(before.reserved, work.reserved)
+        work.allocated = max(work.allocated - base, 0)
+        if waits is not None:
+            waits.update(work.waits)
 
     def repeat(self, work: Phase) -> None:
         """Count once more what `measure` counted."""
@@ -288,11 +263,8 @@ class MetaGPU(TorchDispatchMode):
         if not inputs and (made is None or torch.device(made) != META):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
-        # Operations whose result the host needs: a device would be waited for.
-        if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
-            return self._read(function, name, args)
-        if name in UNIQUE:
-            return self._unique(function, args, kwargs)
+        if name in READ:
+            return self._read(function, name, args, kwargs)
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             kwargs = kwargs | {"output_size": self._length(args[0])}
         given = args
@@ -325,8 +297,7 @@ class MetaGPU(TorchDispatchMode):
             self._release(tensor.untyped_storage()._cdata)
 
     def _release(self, key: int) -> None:
-        block = self._alive.pop(key, None)
-        if block is not None:
+        if block := self._alive.pop(key, None):
             self.memory.give(block)
 
     def _peak(self, more: int = 0) -> None:
@@ -370,28 +341,20 @@ class MetaGPU(TorchDispatchMode):
                 break
         self.phase.waits[f"{reason}: {place}"] += 1
 
-    def _read(self, function: Any, name: str, args: Any) -> Any:
-        """Value that the host reads, or the places that are not zero, which it counts."""
-        self._wait({"_local_scalar_dense": "item", "is_nonzero": "bool"}.get(name, name))
-        known = [self.values.read(value) if _on_meta(value) else value for value in args]
-        if all(value is not None for value in known):
-            value = function(*known)
-            return self._to_device(value) if torch.is_tensor(value) else value
-        tensor = args[0]
+    def _read(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Value that the host reads, the places that are not zero, or distinct values: unknown ones are all distinct.
+        """
+        self._wait(READ[name])
+        known, tensor = [self.values.read(value) if _on_meta(value) else value for value in args], args[0]
+        if READ[name] == "unique" and known[0] is None:
+            known[0] = torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).to(tensor.dtype)
+        if not any(value is None and _on_meta(given) for value, given in zip(known, args)):
+            return tree_map_only(torch.Tensor, self._to_device, function(*known, **kwargs))
         if name == "nonzero":
             return torch.empty(tensor.numel(), tensor.ndim, dtype=torch.int64, device=META)
         if name == "equal":
             return tensor.shape == args[1].shape
         return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
-
-    def _unique(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Distinct values of a tensor, for which the host waits; unknown ones are all distinct."""
-        self._wait("unique")
-        source = args[0]
-        known = self.values.read(source) if _on_meta(source) else source
-        if known is None:
-            known = torch.arange(source.numel(), device="cpu").reshape(source.shape).to(source.dtype)
-        return tuple(self._to_device(value) for value in function(known, *args[1:], **kwargs))
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         copy = value.to(META)

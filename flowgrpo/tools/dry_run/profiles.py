@@ -102,7 +102,6 @@ def _cached(digest: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_profile(counts: Estimate) -> dict[str, Any]:
-    """Counts as values of JSON."""
     phases = {name: vars(phase) | {"seconds": [float(each) for each in np.atleast_1d(phase.seconds)]}
               for name, phase in counts.phases.items()}
     own = {key: value for key, value in vars(counts).items() if key not in ("phases", "factors", "source", "stored")}

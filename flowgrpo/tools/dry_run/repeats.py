@@ -38,8 +38,9 @@ class Repeats:
                 part.forward = inside(lambda: policy.driver.arithmetic() if gpu.autocast is None else nullcontext(),
                                       part.forward)
             module.forward = self._forward(module, module.forward)
-        policy.run, policy.decode = self._run(policy.run), self._decode(policy.decode)
-        policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
+        self._run, self._decode, self._replay, self._backward = \
+            policy.run, policy.decode, policy.replay, policy.backward
+        policy.run, policy.decode, policy.replay, policy.backward = self.run, self.decode, self.replay, self.backward
 
     def _once(self, key: Any, call: Callable[[], Any]) -> Any:
         """The call's outputs; of a repeated one they are new tensors of the same shapes."""
@@ -70,58 +71,46 @@ class Repeats:
                 for parameter in part.parameters():
                     self.gpu.autocast.lower(parameter)
 
-    def _decode(self, decode: Callable) -> Callable:
-        def answer(latents: torch.Tensor, conditioning: Any) -> Any:
-            return self._once(("decode", _key(latents)), lambda: decode(latents, conditioning))
-        return answer
+    def decode(self, latents: torch.Tensor, conditioning: Any) -> Any:
+        return self._once(("decode", _key(latents)), lambda: self._decode(latents, conditioning))
 
-    def _run(self, run: Callable) -> Callable:
-        def answer(task: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.gpu.measure() as work:
-                result = run(task, *args, **kwargs)
-            self.steps += len(task.steps)
-            self.step_waits.update(work.waits)
-            return result
-        return answer
+    def run(self, task: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.gpu.measure(waits=self.step_waits):
+            result = self._run(task, *args, **kwargs)
+        self.steps += len(task.steps)
+        return result
 
-    def _replay(self, replay: Callable) -> Callable:
-        def answer(conditioning: Any, x: torch.Tensor, grid: torch.Tensor, step: Any, timesteps: Any = None) -> Any:
-            def call() -> torch.Tensor:
-                return replay(conditioning, x, grid, step, timesteps)
+    def replay(self, conditioning: Any, x: torch.Tensor, grid: torch.Tensor, step: Any, timesteps: Any = None) -> Any:
+        if not torch.is_grad_enabled():
+            return self._replay(conditioning, x, grid, step, timesteps)
+        self.replays += 1
+        if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
+            self._hold_gradients(self.policy.weights.parameters())
+        boundary = self.policy.pipe.config.get("boundary_ratio")  # between two denoisers, which share the grid
+        first = boundary is not None and bool((grid[step] >= boundary).all())
+        key = "replay", _key(conditioning.calls, x), first
+        before = self.gpu.memory.in_use
+        self._replayed = key, before
+        with self.gpu.measure() as work:
+            output = self._once(key, lambda: self._replay(conditioning, x, grid, step, timesteps))
+        self.forwards.add(work)
+        graph = self._graphs.setdefault(key, self.gpu.memory.in_use - before)  # a first call alone keeps it
+        self.kept, self.graph = self.kept + graph, max(self.graph, graph)
+        return output
 
-            if not torch.is_grad_enabled():
-                return call()
-            self.replays += 1
-            if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
-                self._hold_gradients(self.policy.weights.parameters())
-            boundary = self.policy.pipe.config.get("boundary_ratio")  # between two denoisers, which share the grid
-            first = boundary is not None and bool((grid[step] >= boundary).all())
-            key = "replay", _key(conditioning.calls, x), first
-            before = self.gpu.memory.in_use
-            self._replayed = key, before
-            with self.gpu.measure() as work:
-                output = self._once(key, call)
-            self.forwards.add(work)
-            graph = self._graphs.setdefault(key, self.gpu.memory.in_use - before)  # a first call alone keeps it
-            self.kept, self.graph = self.kept + graph, max(self.graph, graph)
-            return output
-        return answer
-
-    def _backward(self, backward: Callable) -> Callable:
-        def answer(loss: torch.Tensor) -> None:
-            key, before = self._replayed
-            if key not in self._backwards:
-                with self.gpu.measure(before) as work:
-                    backward(loss)
-                reached = [part for part in self.policy.weights.parameters() if part.grad is not None]
-                self._backwards[key] = work, reached
-                return
-            work, reached = self._backwards[key]
-            self.gpu.repeat(work)
-            gradients = [part.grad for part in reached if part.grad is not None]
-            self._once(("sum", len(gradients)), lambda: [gradient.add_(gradient) for gradient in gradients] and None)
-            self._hold_gradients(reached)
-        return answer
+    def backward(self, loss: torch.Tensor) -> None:
+        key, before = self._replayed
+        if key not in self._backwards:
+            with self.gpu.measure(before) as work:
+                self._backward(loss)
+            reached = [part for part in self.policy.weights.parameters() if part.grad is not None]
+            self._backwards[key] = work, reached
+            return
+        work, reached = self._backwards[key]
+        self.gpu.repeat(work)
+        gradients = [part.grad for part in reached if part.grad is not None]
+        self._once(("sum", len(gradients)), lambda: [gradient.add_(gradient) for gradient in gradients] and None)
+        self._hold_gradients(reached)
 
     def _hold_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         with self.gpu.sharding():
