@@ -19,7 +19,6 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.policies import build, options
 from flowgrpo.policies.policy import resolve_precision
-from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text import memory as text_memory
 from flowgrpo.text.policies import kinds
@@ -76,15 +75,19 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         result |= {"shared_prefix": f"no: {apart}" if apart else True, "head_alone": policy.head_alone(conditioning)}
     judge: Any = None  # nothing is scored
     [(part, _)] = rollouts.sample(conditioning, 0, judge)
-    _check_replay(rollouts, part, conditioning, result)
+    [taken] = part.transitions
+    result |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
+    for _, rows, new in rollouts.replay(part, conditioning):
+        off = (new.logp - taken.old.logp[rows].to(new.logp.device)).abs().max().item()
+        result["first_log_ratio"] = max(result["first_log_ratio"], off)
+        (new.logp * new.mask).sum().backward()
     replays.require_equal(policy.exact, result)
     result["lora_grad"] = replays.gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         given = _with_prompt_tokens(policy, part, conditioning)
-        result["gradient_error"] = replays.gradient_error(lambda: torch.cat([
+        replays.check_gradient(lambda: torch.cat([
             new.logp.double().square().mean(1) for *_, new in rollouts.replay(given, conditioning)]).mean(),
-            policy.weights)
-        replays.require_exact(result)
+            policy.weights, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     result |= reward_memory.memory_entries(recipe, config, policy.device, lambda held: text_memory.memory(
@@ -115,17 +118,6 @@ def _sizes(policy: CausalLM, config: Config) -> dict[str, Any]:
         return {"parameters": total, "trained_parameters": added}
     return {"parameters": total - added, "lora_parameters": added,
             "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
-
-
-def _check_replay(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]
-                  ) -> None:
-    """Replay the sampled completions with gradients."""
-    [taken] = part.transitions
-    result |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
-    for _, rows, new in rollouts.replay(part, conditioning):
-        apart = (new.logp - taken.old.logp[rows].to(new.logp.device)).abs().max().item()
-        result["first_log_ratio"] = max(result["first_log_ratio"], apart)
-        (new.logp * new.mask).sum().backward()
 
 
 def _with_prompt_tokens(policy: CausalLM, part: Part, conditioning: TokenizedPrompts) -> Part:

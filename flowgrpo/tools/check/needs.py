@@ -75,7 +75,6 @@ class Need:
 
     @property
     def to_fetch(self) -> float:
-        """Gigabytes that are missing."""
         return sum(file.size for file in self.missing) / 1e9 if self.files else 0.0 if self.here else \
             self.gigabytes or 0.0
 
@@ -86,12 +85,10 @@ def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None)
     found = [Need("extra", extra, present(extra)) for extra in extras(config)]
     licence, gated = model_licences().get(config.model, ("", False))
     if REPOSITORY.fullmatch(config.model) and not Path(config.model).exists():
-        revision = config.load.revision
-        found.append(_repository("model", config.model, revision, None, True, licence + ", gated" * gated,
-                                 config.load.variant, sizes(config.model)))
+        found.append(_repository("model", config.model, licence + ", gated" * gated, sizes(config.model),
+                                 revision=config.load.revision, variant=config.load.variant))
     for label, rule in (config.trained | config.extra_rewards).items():
-        for name, file, weights, gigabytes, terms in _of_reward(label, rule):
-            found.append(_repository(f"reward {label}", name, None, file, weights, terms, None, gigabytes))
+        found += _of_reward(label, rule)
     return sorted(dict.fromkeys(found), key=lambda need: need.here)
 
 
@@ -149,8 +146,8 @@ def _build_reward(label: str, rule: WatchRule) -> Any:
     return None
 
 
-def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, bool, float | None, str]]:
-    """Yield what a reward reads of the hub: repository, file or None, whether weights, gigabytes, licence."""
+def _of_reward(label: str, rule: WatchRule) -> Iterator[Need]:
+    """Yield what a reward reads of the hub."""
     made = _build_reward(label, rule)
     if made is None:
         return
@@ -168,13 +165,13 @@ def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, b
             owner, repository, *file = value.split("/", 2)
             weights = entry.name in CHECKPOINTS
             size = TOKENIZER if not weights else parameters * 2 / 1e9 if parameters else None
-            yield (f"{owner}/{repository}", file[0] if file else None, weights, size,
-                   getattr(about, "licence", None) or "")
+            yield _repository(f"reward {label}", f"{owner}/{repository}", getattr(about, "licence", None) or "", size,
+                              file=file[0] if file else None, weights=weights)
             parameters = None if weights else parameters
 
 
-def _repository(what: str, name: str, revision: str | None, file: str | None, weights: bool, licence: str,
-                variant: str | None, gigabytes: float | None) -> Need:
+def _repository(what: str, name: str, licence: str, gigabytes: float | None, *, revision: str | None = None,
+                file: str | None = None, weights: bool = True, variant: str | None = None) -> Need:
     """Need of a repository: of one file of it, or of those that are read. weights: False for a tokenizer."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 

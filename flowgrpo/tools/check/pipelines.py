@@ -80,7 +80,10 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         shift_grid(train.steps, train.shift), train.group, train.shift, 0, config.seed)))
     replays.require_equal(policy.exact, result, ", and try without train.checkpointing" * bool(policy.checkpointing))
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        replays.check_gradient(policy, conditioning, result)
+        grid, timesteps = probes.few_steps(policy, 3)
+        x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+        replays.check_gradient(lambda: policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean(),
+                               policy.weights, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
@@ -95,7 +98,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
 
 
 def _prompt_inputs(policy: PipelinePolicy, recipe: Config | None) -> Any:
-    """Return what the recipe's first prompt brings beside its text, and give the pipeline images that it needs.
+    """What the recipe's first prompt brings beside its text; the pipeline is given images that it needs.
 
     Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
     """

@@ -20,7 +20,6 @@ from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
-from flowgrpo.samplers.scheduler import Segment
 
 RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-2, 1e-3, 1e-4), 0.01  # SHARES: small steps along the gradient
@@ -47,9 +46,9 @@ def gradient_norm(modules: Sequence[torch.nn.Module], weights: TrainableWeights)
     return norm
 
 
-def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) -> float:
-    """Relative error of a finite difference of `size` along its gradient. A part that blocks gradients (HiDream's
-    experts run under no_grad) leaves a gradient that is finite but wrong."""
+def check_gradient(size: Callable[[], torch.Tensor], weights: TrainableWeights, result: dict[str, Any]) -> None:
+    """Store the relative error of a finite difference of `size` along its gradient. A part that blocks gradients
+    (HiDream's experts run under no_grad) leaves a gradient that is finite but wrong: raises UserError."""
     value, parameters = size(), weights.parameters()
     gradient = torch.autograd.grad(value, parameters, allow_unused=True)
     squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
@@ -61,14 +60,11 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) 
 
     # If the value hardly changes, the step that changes it by a given share is long: take the best share.
     lengths = [share * value.item() / squared for share in SHARES]
-    return min(abs((size_at(length) - size_at(-length)) / (2 * length * squared) - 1) for length in lengths)
-
-
-def require_exact(result: dict[str, Any]) -> None:
-    """Raise UserError for a wrong gradient."""
-    if not result["gradient_error"] <= LARGEST_GRADIENT_ERROR:
-        raise UserError(f"the gradient is off by {result['gradient_error']:.0%} of the change that it predicts: a "
-                        "part of the model runs without gradients")
+    error = min(abs((size_at(length) - size_at(-length)) / (2 * length * squared) - 1) for length in lengths)
+    result["gradient_error"] = error
+    if not error <= LARGEST_GRADIENT_ERROR:
+        raise UserError(f"the gradient is off by {error:.0%} of the change that it predicts: a part of the model runs "
+                        "without gradients")
 
 
 def check_replay(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
@@ -99,15 +95,3 @@ def require_equal(exact: float | None, result: dict[str, Any], advice: str = "")
     if exact and not result["first_log_ratio"] <= exact:
         raise UserError(f"replay and rollout disagree: |log ratio| {result['first_log_ratio']:.1e}, expected at most "
                         f"{exact:.0e}; look for dropout or a random module{advice}")
-
-
-def check_gradient(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
-    """Store the gradient error of a step's squared output."""
-    grid, timesteps = probes.few_steps(policy, 3)
-    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-
-    def size() -> torch.Tensor:
-        return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
-
-    result["gradient_error"] = gradient_error(size, policy.weights)
-    require_exact(result)

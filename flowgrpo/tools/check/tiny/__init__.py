@@ -30,7 +30,6 @@ UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", 
 
 
 def factories() -> dict[str, Factory]:
-    """Return all factories by the name of their pipeline class."""
     from flowgrpo.tools.check.tiny import derived
 
     return derived.OWN | derived.FACTORIES

@@ -70,7 +70,6 @@ def like(kind: str, denoiser: str = "transformer", **values: Any) -> Further:
 
 
 def _still(further: Further) -> Further:
-    """Return a function that also replaces the autoencoder by one whose draws have next to no deviation."""
     return lambda parts: {"vae": still_autoencoder()} | further(parts)
 
 

@@ -15,7 +15,6 @@ from flowgrpo.tools.check.tiny.parts import (
     READER,
     SIZE,
     TOKENS,
-    VISION_TOKENS,
     Parts,
     Pipeline,
     assemble,
@@ -90,7 +89,7 @@ def qwen_edit() -> Parts:
     So the autoencoder shrinks by 64, the 2**6 that pipelines read from the number of `temperal_downsample`: by 16
     before its first layer, by 4 in three stages.
     """
-    tokens = chat_tokenizer(*VISION_TOKENS)
+    tokens = chat_tokenizer(vision=True)
     return {
         "transformer": lively(network("QwenImageTransformer2DModel", in_channels=16)),
         "scheduler": dynamic_scheduler(), "tokenizer": tokens, "vae": diffusers.AutoencoderKLWan(
@@ -123,16 +122,9 @@ def krea2() -> Parts:
             "prompt_template_encode_start_idx": 0, "prompt_template_encode_num_suffix_tokens": 0}
 
 
-def ernie_image() -> Parts:
-    """A list of embeddings of different lengths."""
-    denoiser = network("ErnieImageTransformer2DModel", hidden_size=16, num_attention_heads=1, in_channels=16,
-                       out_channels=16)
-    return {"transformer": lively(denoiser), "vae": flux2_vae(), **prompt_reader(), "scheduler": shifted_scheduler()}
-
-
 def longcat() -> Parts:
     """A Flux whose prompt is encoded by a vision-language model."""
-    tokens, denoiser = chat_tokenizer(*VISION_TOKENS), network("LongCatImageTransformer2DModel", in_channels=64)
+    tokens, denoiser = chat_tokenizer(vision=True), network("LongCatImageTransformer2DModel", in_channels=64)
     return {"scheduler": dynamic_scheduler(), "vae": autoencoder(16), "text_encoder": qwen_vl(tokens),
             "tokenizer": tokens, "text_processor": qwen_processor(tokens), "transformer": lively(denoiser),
             "tokenizer_max_length": TOKENS}
@@ -140,7 +132,7 @@ def longcat() -> Parts:
 
 def hunyuan_image() -> Parts:
     """HunyuanImage 2.1: a guider is a component, a second encoder reads the bytes of quoted words."""
-    tokens = chat_tokenizer(*VISION_TOKENS)
+    tokens = chat_tokenizer(vision=True)
     denoiser = network("HunyuanImageTransformer2DModel", attention_head_dim=8, mlp_ratio=4.0, text_embed_2_dim=16,
                        rope_axes_dim=(4, 4))
     vae = diffusers.AutoencoderKLHunyuanImage(
@@ -165,7 +157,7 @@ def qwen_image_21() -> Parts:
 
 def ideogram4() -> Parts:
     """Ideogram 4: guidance by a second transformer, which reads no prompt; its blocks read thirteen of 36 layers."""
-    tokens = chat_tokenizer(*VISION_TOKENS)
+    tokens = chat_tokenizer(vision=True)
     made = {"scheduler": shifted_scheduler(), "vae": flux2_vae(), "tokenizer": tokens,
             "text_encoder": qwen3_vl(tokens, "Qwen3VLModel", 36)}
     return made | {name: lively(network(
@@ -201,21 +193,16 @@ def prx() -> Parts:
             "tokenizer": tokens, "vae": autoencoder(), "default_sample_size": 16}
 
 
-def kandinsky5() -> Parts:
-    """Kandinsky 5, whose attention calls its layers to_query, to_key and to_value."""
-    tokens = chat_tokenizer(*VISION_TOKENS)
-    denoiser = network("Kandinsky5Transformer3DModel", model_dim=16, axes_dims=(4, 2, 2))
-    return {"transformer": lively(denoiser), "vae": autoencoder(stages=4), "text_encoder": qwen_vl(tokens),
-            "tokenizer": qwen_processor(tokens), **clip("_2", 77), "scheduler": shifted_scheduler(),
-            "prompt_template": "{}", "prompt_template_encode_start_idx": 0, "resolutions": [(64, 64)]}
-
-
 FLUX2_CALL = FLUX_CALL | {"text_encoder_out_layers": (1,)}
 EDIT_CALL = {"height": 256, "width": 256, "image": image()}
 FACTORIES = factories({
     "HiDreamImagePipeline": (hidream, FLUX_CALL),
     "Krea2Pipeline": (krea2, FLUX_CALL),
-    "ErnieImagePipeline": (ernie_image, SIZE | {"use_pe": False}),
+    # A list of embeddings of different lengths.
+    "ErnieImagePipeline": (lambda: {
+        "transformer": lively(network("ErnieImageTransformer2DModel", hidden_size=16, num_attention_heads=1,
+                                      in_channels=16, out_channels=16)),
+        "vae": flux2_vae(), **prompt_reader(), "scheduler": shifted_scheduler()}, SIZE | {"use_pe": False}),
     "LongCatImagePipeline": (longcat, SIZE | {"enable_prompt_rewrite": False}),
     "HunyuanImagePipeline": (hunyuan_image, SIZE),
     "QwenImage21Pipeline": (qwen_image_21, {"height": 64, "width": 64}),
@@ -223,7 +210,13 @@ FACTORIES = factories({
         "height": 64, "width": 64, "max_sequence_length": TOKENS, "guidance_schedule": (3.0, 3.0)}),
     "NucleusMoEImagePipeline": (nucleus, SIZE),
     "PRXPipeline": (prx, SIZE | {"use_resolution_binning": False}),
-    "Kandinsky5T2IPipeline": (kandinsky5, {"height": 64, "width": 64, "max_sequence_length": TOKENS}),
+    # Its attention calls its layers to_query, to_key and to_value.
+    "Kandinsky5T2IPipeline": (lambda: {
+        "transformer": lively(network("Kandinsky5Transformer3DModel", model_dim=16, axes_dims=(4, 2, 2))),
+        "vae": autoencoder(stages=4), "text_encoder": qwen_vl(tokens := chat_tokenizer(vision=True)),
+        "tokenizer": qwen_processor(tokens), **clip("_2", 77), "scheduler": shifted_scheduler(),
+        "prompt_template": "{}", "prompt_template_encode_start_idx": 0, "resolutions": [(64, 64)]},
+        {"height": 64, "width": 64, "max_sequence_length": TOKENS}),
     "StableDiffusion3Pipeline": (sd3_parts, SD3_CALL),
     "FluxPipeline": (flux_parts, FLUX_CALL),
     # Tokens of a reference image follow those of the noise.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from PIL import Image
+from transformers import CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-if TYPE_CHECKING:
-    from PIL import Image
-    from transformers import CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from flowgrpo.tools.dry_run.from_configs import TEMPLATE, VISION_TOKENS
 
 # Objects of diffusers, which type checkers see as placeholders.
 Pipeline: TypeAlias = Any
@@ -86,7 +87,6 @@ MROPE: dict[str, Any] = {"mrope_section": [1, 1, 2], "rope_type": "default", "ro
 
 
 def of_tokens(tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the values of a configuration that depend on the tokenizer."""
     return {"vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.bos_token_id,
             "eos_token_id": tokens.eos_token_id}
 
@@ -101,14 +101,13 @@ def tokenizer(length: int = TOKENS) -> CLIPTokenizer:
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
 
 
-def chat_tokenizer(*special: str) -> CLIPTokenizer:
+def chat_tokenizer(vision: bool = False) -> CLIPTokenizer:
     """Return a tokenizer whose chat template is only the last message, so that short sequences hold the prompt.
-    special: further tokens."""
+    vision: with VISION_TOKENS."""
     tokens = tokenizer()
-    tokens.chat_template = ("{% set content = messages[-1]['content'] %}{% if content is string %}{{ content }}"
-                            "{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}")
-    if special:
-        tokens.add_special_tokens({"additional_special_tokens": list(special)})
+    tokens.chat_template = TEMPLATE
+    if vision:
+        tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
     return tokens
 
 
@@ -136,7 +135,6 @@ def language_model(tokens: PreTrainedTokenizerBase, kind: type | None = None) ->
 
 
 def prompt_reader(kind: type | None = None) -> Parts:
-    """A language model as the prompt encoder, and its tokenizer."""
     tokens = chat_tokenizer()
     return {"tokenizer": tokens, "text_encoder": language_model(tokens, kind)}
 
@@ -150,14 +148,13 @@ def llama_config() -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**READER | {"num_hidden_layers": 3}, vocab_size=514, pad_token_id=0)
 
 
-VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SMALL: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}  # pixels of an image, as processors scale it
 
 
 def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return a Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(token) for name, token in zip(names, VISION_TOKENS)}
+    ids: dict[str, Any] = {f"{name}_token_id": tokens.convert_tokens_to_ids(token)
+                           for name, token in VISION_TOKENS.items()}
     text = READER | {
         "vocab_size": len(tokens), "num_key_value_heads": 2, "max_position_embeddings": 1024,
         "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "rope_parameters": dict(MROPE)}
@@ -184,8 +181,7 @@ def qwen3_vl(tokens: PreTrainedTokenizerBase, kind: str = "Qwen3VLForConditional
 
 
 def vision_processor() -> Any:
-    """Return the processor for `qwen3_vl`."""
-    tokens = chat_tokenizer(*VISION_TOKENS)
+    tokens = chat_tokenizer(vision=True)
     return transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(**SMALL), tokens, transformers.Qwen3VLVideoProcessor(),
         chat_template=tokens.chat_template)
@@ -232,7 +228,6 @@ def with_language_model(denoiser: Network, vae: Network = None, reader: type | N
 
 
 def with_t5(denoiser: Network, vae: Network = None, **parts: Any) -> Parts:
-    """Parts of a pipeline with a T5 as its prompt encoder."""
     return {"transformer": lively(denoiser), "scheduler": shifted_scheduler(), "vae": vae or autoencoder(), **t5(),
             **parts}
 
@@ -267,7 +262,6 @@ def still_autoencoder() -> Network:
 
 
 def flux2_vae() -> Network:
-    """Return an AutoencoderKLFlux2 that halves the side."""
     return diffusers.AutoencoderKLFlux2(**HALF_SIDE)
 
 
@@ -302,20 +296,12 @@ def image_encoder() -> PreTrainedModel:
 
 
 def image(size: int = 16) -> Image.Image:
-    """Return a colourful PIL image."""
-    import numpy as np
-    from PIL import Image
-
     return Image.fromarray(np.random.default_rng(3).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
 def video_image(shade: int = 64) -> Image.Image:
-    """Return a PIL image of 16 x 16, the input of an image-to-video call."""
-    from PIL import Image
-
     return Image.linear_gradient("L").resize((16, 16)).point(lambda value: (value + shade) % 256).convert("RGB")
 
 
 def video(frames: int) -> list[Image.Image]:
-    """Return such images of different shades."""
     return [video_image(16 * i) for i in range(frames)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 import torch
@@ -37,9 +37,6 @@ from flowgrpo.tools.check.tiny.parts import (
     with_t5,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SD_NOISE = BETAS | {"steps_offset": 1, "timestep_spacing": "leading"}
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
@@ -58,12 +55,10 @@ TOKENS = 4  # of an image in an IP-Adapter; diffusers fixes their number
 
 
 def pndm() -> Scheduler:
-    """Return the stock scheduler of SD 1.5."""
     return diffusers.PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **SD_NOISE)
 
 
 def lcm() -> Scheduler:
-    """Return the stock scheduler of latent consistency models."""
     return diffusers.LCMScheduler(clip_sample=False, **BETAS)
 
 
@@ -83,15 +78,6 @@ def sdxl_parts(**given: Any) -> Parts:
             "add_watermarker": False, **given}
 
 
-def kolors() -> Parts:
-    """SDXL's U-Net, conditioned on a ChatGLM."""
-    denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED)
-    scheduler = diffusers.EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
-    encoder, tokens = _chatglm()
-    return {"unet": denoiser, "scheduler": scheduler, "vae": autoencoder(), "text_encoder": encoder,
-            "tokenizer": tokens}
-
-
 def pixart() -> Parts:
     """Its transformer predicts noise and its variance; the pipeline drops the variance."""
     denoiser = network("PixArtTransformer2DModel", num_layers=2, attention_head_dim=8, out_channels=8,
@@ -99,40 +85,12 @@ def pixart() -> Parts:
     return with_t5(denoiser, scheduler=diffusers.DPMSolverMultistepScheduler())
 
 
-def hunyuan_dit() -> Parts:
-    """v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4."""
-    denoiser = network("HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8,
-                       in_channels=4, hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)
-    scheduler = diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, prediction_type="v_prediction",
-                                        steps_offset=1)
-    return {"transformer": lively(denoiser), "scheduler": scheduler, "vae": autoencoder(stages=4), **clip(length=77),
-            **t5("_2", 256), **UNCHECKED}
-
-
-def cogview3() -> Parts:
-    """v-prediction from a terminal signal of zero."""
-    denoiser = network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
-                       pos_embed_max_size=8)
-    return with_t5(denoiser, scheduler=diffusers.CogVideoXDDIMScheduler(
-        **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
-        timestep_spacing="trailing", clip_sample=False))
-
-
-def omnigen() -> Parts:
-    """Without encode_prompt: its one transformer reads the prompt's tokens at every step."""
-    rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
-    denoiser = network("OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, rope_scaling=rope, vocab_size=1024,
-                       pad_token_id=0, pos_embed_max_size=8)
-    return {"transformer": lively(denoiser), "vae": autoencoder(), "tokenizer": tokenizer(),
-            "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}
-
-
 def unet(**options: Any) -> Network:
     """Return a tiny U-Net of one block with random weights; options: of its class, over the defaults."""
     return lively(diffusers.UNet2DConditionModel(**ONE_STAGE | options))
 
 
-def _chatglm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _chatglm() -> Parts:
     from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
     from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
     from sentencepiece import SentencePieceTrainer
@@ -149,7 +107,7 @@ def _chatglm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with torch.no_grad():
         for parameter in encoder.parameters():  # its initialisation leaves norms as uninitialised memory
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.3)
-    return encoder, tokens
+    return {"text_encoder": encoder, "tokenizer": tokens}
 
 
 def large_image(channels: int = 3) -> torch.Tensor:
@@ -159,10 +117,34 @@ def large_image(channels: int = 3) -> torch.Tensor:
 
 MASKED = {"image": large_image(), "mask_image": (large_image(1) > 0.5).float()}
 FACTORIES = factories({
-    "KolorsPipeline": (kolors, {"max_sequence_length": 16}),
-    "HunyuanDiTPipeline": (hunyuan_dit, {"height": 32, "width": 32, "use_resolution_binning": False}),
-    "CogView3PlusPipeline": (cogview3, {"max_sequence_length": 16}),
-    "OmniGenPipeline": (omnigen, {}),
+    # SDXL's U-Net, conditioned on a ChatGLM.
+    "KolorsPipeline": (lambda: {
+        "unet": unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED), **_chatglm(),
+        "vae": autoencoder(), "scheduler": diffusers.EulerDiscreteScheduler(
+            **SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})}, {"max_sequence_length": 16}),
+    # v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4.
+    "HunyuanDiTPipeline": (lambda: {
+        "transformer": lively(network(
+            "HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8, in_channels=4,
+            hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)),
+        "vae": autoencoder(stages=4), **clip(length=77), **t5("_2", 256), **UNCHECKED,
+        "scheduler": diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, steps_offset=1,
+                                             prediction_type="v_prediction")},
+        {"height": 32, "width": 32, "use_resolution_binning": False}),
+    # v-prediction from a terminal signal of zero.
+    "CogView3PlusPipeline": (lambda: with_t5(
+        network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
+                pos_embed_max_size=8),
+        scheduler=diffusers.CogVideoXDDIMScheduler(
+            **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
+            timestep_spacing="trailing", clip_sample=False)), {"max_sequence_length": 16}),
+    # Without encode_prompt: its one transformer reads the prompt's tokens at every step.
+    "OmniGenPipeline": (lambda: {
+        "transformer": lively(network(
+            "OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, vocab_size=1024, pad_token_id=0,
+            pos_embed_max_size=8, rope_scaling={"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4})),
+        "vae": autoencoder(), "tokenizer": tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}, {}),
     "StableDiffusionPipeline": (sd15_parts, {}),
     "StableDiffusionXLPipeline": (sdxl_parts, {}),
     # The guidance scale is embedded, the output consistent.

@@ -196,15 +196,6 @@ def cogvideox(channels: int = 4, scheduler: str = "CogVideoXDPMScheduler", shift
 COGVIDEOX_DDIM = partial(cogvideox, scheduler="CogVideoXDDIMScheduler", shift=3.0)  # that of the 2B checkpoint
 
 
-def mochi() -> Parts:
-    """Its time runs from 0 (noise) to 1, and its velocity points to the data."""
-    denoiser = network("MochiTransformer3DModel", attention_head_dim=8, num_layers=2, in_channels=12, time_embed_dim=4,
-                       max_sequence_length=TOKENS)
-    vae = diffusers.AutoencoderKLMochi(encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
-                                       layers_per_block=(1,) * 5)
-    return with_t5(denoiser, vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
-
-
 def allegro() -> Parts:
     """It predicts noise; its autoencoder decodes only in tiles."""
     denoiser = network("AllegroTransformer3DModel", attention_head_dim=12, num_layers=2, cross_attention_dim=24,
@@ -216,16 +207,6 @@ def allegro() -> Parts:
     vae.enable_slicing()  # a tile of several videos does not decode
     return with_t5(denoiser, vae, scheduler=diffusers.EulerAncestralDiscreteScheduler(
         timestep_spacing="leading", steps_offset=1))
-
-
-def latte() -> Parts:
-    """It predicts noise and its variance; the pipeline drops the variance."""
-    denoiser = network(
-        "LatteTransformer3DModel", patch_size=2, attention_head_dim=8, caption_channels=16, in_channels=4,
-        cross_attention_dim=16, out_channels=8, attention_bias=True, activation_fn="gelu-approximate",
-        num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
-        video_length=5)
-    return with_t5(denoiser, image_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False))
 
 
 def animatediff() -> Parts:
@@ -240,15 +221,6 @@ def motion_adapter() -> Network:
                                    motion_num_attention_heads=2)
 
 
-def sana() -> Parts:
-    """Linear attention over the latents of Wan's autoencoder."""
-    denoiser = network("SanaVideoTransformer3DModel", attention_head_dim=12, cross_attention_head_dim=12,
-                       cross_attention_dim=24, mlp_ratio=2.5, sample_size=16)
-    return {"transformer": lively(denoiser), "vae": wan_vae(), "text_encoder": llama(), "tokenizer": tokenizer(),
-            "scheduler": diffusers.DPMSolverMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)}
-
-
 IMAGE = {"image": video_image()}
 FRAMES = SIZE | {"max_sequence_length": TOKENS}  # of calls that take their number from a video
 HUNYUAN_CALL = CALL | {"prompt_template": {"template": "{}", "crop_start": 0}}
@@ -257,11 +229,31 @@ HUNYUAN_IMAGE = CALL | IMAGE | {"prompt_template": {
     "template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}}
 FACTORIES = factories({
     "HunyuanVideo15Pipeline": (hunyuan15, VIDEO),
-    "MochiPipeline": (mochi, LARGE_CALL | {"num_frames": 7}),
+    # Its time runs from 0 (noise) to 1, and its velocity points to the data.
+    "MochiPipeline": (lambda: with_t5(
+        network("MochiTransformer3DModel", attention_head_dim=8, num_layers=2, in_channels=12, time_embed_dim=4,
+                max_sequence_length=TOKENS),
+        diffusers.AutoencoderKLMochi(encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
+                                     layers_per_block=(1,) * 5),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)), LARGE_CALL | {"num_frames": 7}),
     "AllegroPipeline": (allegro, CALL | {"num_frames": 8, "clean_caption": False}),
-    "LattePipeline": (latte, SIZE | {"video_length": 5, "clean_caption": False}),
+    # It predicts noise and its variance; the pipeline drops the variance.
+    "LattePipeline": (lambda: with_t5(
+        network("LatteTransformer3DModel", patch_size=2, attention_head_dim=8, caption_channels=16, in_channels=4,
+                cross_attention_dim=16, out_channels=8, attention_bias=True, activation_fn="gelu-approximate",
+                num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
+                video_length=5),
+        image_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False)),
+        SIZE | {"video_length": 5, "clean_caption": False}),
     "AnimateDiffPipeline": (animatediff, SIZE | {"num_frames": 4}),
-    "SanaVideoPipeline": (sana, {
+    # Linear attention over the latents of Wan's autoencoder.
+    "SanaVideoPipeline": (lambda: {
+        "transformer": lively(network(
+            "SanaVideoTransformer3DModel", attention_head_dim=12, cross_attention_head_dim=12, cross_attention_dim=24,
+            mlp_ratio=2.5, sample_size=16)),
+        "vae": wan_vae(), "text_encoder": llama(), "tokenizer": tokenizer(),
+        "scheduler": diffusers.DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)}, {
         "height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS, "complex_human_instruction": None,
         "use_resolution_binning": False}),
     # Guidance as an input of the transformer.
