@@ -53,15 +53,9 @@ class Remote:
         headers = {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
         self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait, headers,
                                 sent=("prompts", "metadata", "samples"), key=self._key)
-        self.info = self._request_info()
-
-    @property
-    def about(self) -> About:
-        return About(self.info.about.modality, self.info.about.range, "server", self.info.about.licence)
-
-    @property
-    def group(self) -> bool:
-        return self.info.group
+        self.info = info = self._request_info()
+        self.about = About(info.about.modality, info.about.range, "server", info.about.licence)
+        self.group = info.group
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int = 1) -> list[float | None | Failed]:

@@ -43,7 +43,6 @@ class Metrics:
             self._within[place] += seconds <= bound
 
     def text(self) -> str:
-        """All metrics."""
         count = sum(self._statuses.values())
         lines = ["# TYPE flowgrpo_reward_requests_total counter",
                  *(f'flowgrpo_reward_requests_total{{status="{status}"}} {number}'

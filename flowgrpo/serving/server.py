@@ -101,7 +101,6 @@ class Application:
         return JSON, _json({"status": "ok"})
 
     async def _scores(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
-        """Answer of a POST request."""
         self._require_allowed(headers)
         if path != f"/{self.info.name}":
             raise Refused(404, f"this server has the reward {self.info.name!r} alone")

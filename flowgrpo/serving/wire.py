@@ -312,7 +312,6 @@ def _bytes(content: object) -> bytes:
 
 
 def _object(body: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object of our format."""
     if body.count(b"[") + body.count(b"{") > CONTAINERS:
         raise ValueError(f"not JSON of {CONTAINERS} lists and objects at most")
     try:

@@ -69,17 +69,12 @@ class Claims:
         return "colours" if first.colour else "single"
 
     def caption(self, prefix: str = "") -> str:
-        join = f" {self.relation} " if self.relation else " and "
-        return prefix + join.join(_phrase(claim) for claim in self.objects)
-
-
-def _phrase(claim: Claim) -> str:
-    colour = f"{claim.colour} " if claim.colour else ""
-    if claim.count == 1:
-        return f"a {colour}{claim.shape}"
-    number = next(word for word, n in COUNTS.items() if n == claim.count)
-    plural = next(word for word, shape in PLURALS.items() if shape == claim.shape)
-    return f"{number} {colour}{plural}"
+        numbers, plurals = ({value: word for word, value in words.items()} for words in (COUNTS, PLURALS))
+        phrases = []
+        for claim in self.objects:
+            number, noun = ("a", claim.shape) if claim.count == 1 else (numbers[claim.count], plurals[claim.shape])
+            phrases.append(" ".join(filter(None, (number, claim.colour, noun))))
+        return prefix + f" {self.relation or 'and'} ".join(phrases)
 
 
 _NOUN = "|".join((*PLURALS, *SHAPES))

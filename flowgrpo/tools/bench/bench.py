@@ -39,18 +39,16 @@ def cores() -> int:
     return len(affinity() or range(os.cpu_count() or 1))
 
 
-def threads_each(jobs: int) -> int:
-    """Threads of each of so many jobs: their share of the cores, and at most OMP_NUM_THREADS if it is set."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return max(min(cores() // jobs, int(asked) if asked.isdecimal() else cores()), 1)
-
-
 class Workers:
     """Context manager: at most `jobs` processes of `worker` at a time, one for each task. When it ends, those that are
-    still training save their last whole epoch."""
+    still training save their last whole epoch.
+
+    threads: of each, its share of the cores, and at most OMP_NUM_THREADS if it is set.
+    """
 
     def __init__(self, jobs: int, folder: Path):
-        self.jobs, self.folder, self.threads = jobs, folder, threads_each(jobs)
+        self.jobs, self.folder, asked = jobs, folder, os.environ.get("OMP_NUM_THREADS", "")
+        self.threads = max(min(cores() // jobs, int(asked) if asked.isdecimal() else cores()), 1)
         self.begun: list[subprocess.Popen[str]] = []
         self.closed = False
 
@@ -96,7 +94,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def log_of(config: Config) -> Path:
-    """File of what a run printed."""
     return Path(config.output).parent / "logs" / f"{config.name}.log"
 
 

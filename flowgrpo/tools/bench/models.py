@@ -145,7 +145,6 @@ def split(name: str) -> dict[str, list[Prompt]]:
 
 
 def write_sides(name: str, folder: Path) -> None:
-    """Write the file of every side, SIDE.jsonl, to a folder."""
     for side, prompts in split(name).items():
         lines = "".join(json.dumps(as_line(prompt)) + "\n" for prompt in prompts)
         atomic.write_text(folder / f"{side}.jsonl", lines)

@@ -202,7 +202,6 @@ class Plan:
                          "many")
 
     def learn(self, entry: Entry, first: int, following: int) -> None:
-        """Keep the measured evaluations of a method's first epoch and of the next."""
         self._afford(first, f"the first epoch of {entry.label} takes")
         self.measured[entry.given] = first, following
 

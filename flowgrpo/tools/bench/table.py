@@ -195,7 +195,6 @@ def _inline(value: Any) -> str:
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    """Print the tables of accuracy and cost."""
     from rich import box
     from rich.table import Column, Table
 

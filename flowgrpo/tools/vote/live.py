@@ -77,7 +77,6 @@ class LiveBallot:
                 and batch in (None, question.batch)]
 
     def tell(self, **facts: Any) -> None:
-        """Show facts on the page, in the place of earlier ones."""
         with self._changed:
             self.facts = self.facts | facts
 
@@ -93,7 +92,6 @@ class LiveBallot:
         return self._finished or self.seconds_left == 0
 
     def finish(self) -> None:
-        """End the session."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()

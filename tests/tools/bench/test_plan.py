@@ -32,7 +32,7 @@ from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.tools.bench import models, plan
-from flowgrpo.tools.bench.bench import cores, duration, remaining, seconds, threads_each
+from flowgrpo.tools.bench.bench import Workers, cores, duration, remaining, seconds
 from flowgrpo.tools.bench.models import Entry, clip_of, entries
 from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost, epochs_for, epochs_of
 from tests.data.test_recorded_pairs import pairs_file
@@ -294,11 +294,11 @@ def test_expected_seconds_by_hand(request_of):
 
 @pytest.mark.parametrize("asked, jobs, expected", [
     (None, 1, cores()), (None, 10_000, 1), ("1", 1, 1), ("100000", 1, cores()), ("0", 1, 1), ("4,2", 1, cores())])
-def test_jobs_share_the_cores_within_the_threads_that_are_asked_for(asked, jobs, expected, monkeypatch):
+def test_jobs_share_the_cores_within_the_threads_that_are_asked_for(asked, jobs, expected, monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert threads_each(jobs) == expected
+    assert Workers(jobs, tmp_path).threads == expected
 
 
 def config(folder, method: str, micro_batch: int, guidance: float = 1.0, **parts):
