@@ -69,7 +69,7 @@ class Claims:
         return "colours" if first.colour else "single"
 
     def caption(self, prefix: str = "") -> str:
-        numbers, plurals = ({value: word for word, value in words.items()} for words in (COUNTS, PLURALS))
+        numbers, plurals = {n: word for word, n in COUNTS.items()}, {shape: word for word, shape in PLURALS.items()}
         phrases = []
         for claim in self.objects:
             number, noun = ("a", claim.shape) if claim.count == 1 else (numbers[claim.count], plurals[claim.shape])
