@@ -280,5 +280,5 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
 
 
 # Of pipelines with parts of their own, and of those that have the parts of another.
-OWN: Factories = images.FACTORIES | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
+OWN: Factories = images.FACTORIES | unets.FACTORIES | videos.FACTORIES
 FACTORIES = {f"{name}Pipeline": partial(build, name) for name in ROWS}

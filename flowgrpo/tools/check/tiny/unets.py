@@ -116,52 +116,6 @@ def large_image(channels: int = 3) -> torch.Tensor:
 
 
 MASKED = {"image": large_image(), "mask_image": (large_image(1) > 0.5).float()}
-FACTORIES = factories({
-    # SDXL's U-Net, conditioned on a ChatGLM.
-    "KolorsPipeline": (lambda: {
-        "unet": unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED), **_chatglm(),
-        "vae": autoencoder(), "scheduler": diffusers.EulerDiscreteScheduler(
-            **SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})}, {"max_sequence_length": 16}),
-    # v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4.
-    "HunyuanDiTPipeline": (lambda: {
-        "transformer": lively(network(
-            "HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8, in_channels=4,
-            hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)),
-        "vae": autoencoder(stages=4), **clip(length=77), **t5("_2", 256), **UNCHECKED,
-        "scheduler": diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, steps_offset=1,
-                                             prediction_type="v_prediction")},
-        {"height": 32, "width": 32, "use_resolution_binning": False}),
-    # v-prediction from a terminal signal of zero.
-    "CogView3PlusPipeline": (lambda: with_t5(
-        network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
-                pos_embed_max_size=8),
-        scheduler=diffusers.CogVideoXDDIMScheduler(
-            **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
-            timestep_spacing="trailing", clip_sample=False)), {"max_sequence_length": 16}),
-    # Without encode_prompt: its one transformer reads the prompt's tokens at every step.
-    "OmniGenPipeline": (lambda: {
-        "transformer": lively(network(
-            "OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, vocab_size=1024, pad_token_id=0,
-            pos_embed_max_size=8, rope_scaling={"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4})),
-        "vae": autoencoder(), "tokenizer": tokenizer(),
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}, {}),
-    "StableDiffusionPipeline": (sd15_parts, {}),
-    "StableDiffusionXLPipeline": (sdxl_parts, {}),
-    # The guidance scale is embedded, the output consistent.
-    "LatentConsistencyModelPipeline": (sd15_parts, {}, {
-        "unet": lambda: unet(time_cond_proj_dim=8), "scheduler": lcm}),
-    # An image as extra channels.
-    "StableDiffusionInpaintPipeline": (sd15_parts, MASKED, {"unet": lambda: unet(in_channels=9)}),
-    # It reads the state alone, and restores the image after every step.
-    "StableDiffusionInpaintPipeline (4 channels)": (sd15_parts, MASKED),
-    "StableDiffusionInstructPix2PixPipeline": (sd15_parts, {"image": large_image()}, {
-        "unet": lambda: unet(in_channels=8)}),
-    "StableDiffusionPAGPipeline": (sd15_parts, {"pag_scale": 2.0}),
-    "StableDiffusionXLPAGPipeline": (sdxl_parts, {"pag_scale": 2.0}),
-    "PixArtAlphaPipeline": (pixart, SMALL),
-    "PixArtSigmaPipeline": (pixart, SMALL),
-    "StableDiffusionImg2ImgPipeline": (sd15_parts, {"image": large_image()}),
-})
 
 
 def unet_controlnet(width: int = WIDTH, **options: Any) -> Network:
@@ -207,7 +161,51 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
     return {"image_proj": image, "ip_adapter": adapter}
 
 
-CONDITIONED = factories({
+FACTORIES = factories({
+    # SDXL's U-Net, conditioned on a ChatGLM.
+    "KolorsPipeline": (lambda: {
+        "unet": unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED), **_chatglm(),
+        "vae": autoencoder(), "scheduler": diffusers.EulerDiscreteScheduler(
+            **SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})}, {"max_sequence_length": 16}),
+    # v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4.
+    "HunyuanDiTPipeline": (lambda: {
+        "transformer": lively(network(
+            "HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8, in_channels=4,
+            hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)),
+        "vae": autoencoder(stages=4), **clip(length=77), **t5("_2", 256), **UNCHECKED,
+        "scheduler": diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, steps_offset=1,
+                                             prediction_type="v_prediction")},
+        {"height": 32, "width": 32, "use_resolution_binning": False}),
+    # v-prediction from a terminal signal of zero.
+    "CogView3PlusPipeline": (lambda: with_t5(
+        network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
+                pos_embed_max_size=8),
+        scheduler=diffusers.CogVideoXDDIMScheduler(
+            **BETAS, prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=4.0,
+            timestep_spacing="trailing", clip_sample=False)), {"max_sequence_length": 16}),
+    # Without encode_prompt: its one transformer reads the prompt's tokens at every step.
+    "OmniGenPipeline": (lambda: {
+        "transformer": lively(network(
+            "OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, vocab_size=1024, pad_token_id=0,
+            pos_embed_max_size=8, rope_scaling={"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4})),
+        "vae": autoencoder(), "tokenizer": tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}, {}),
+    "StableDiffusionPipeline": (sd15_parts, {}),
+    "StableDiffusionXLPipeline": (sdxl_parts, {}),
+    # The guidance scale is embedded, the output consistent.
+    "LatentConsistencyModelPipeline": (sd15_parts, {}, {
+        "unet": lambda: unet(time_cond_proj_dim=8), "scheduler": lcm}),
+    # An image as extra channels.
+    "StableDiffusionInpaintPipeline": (sd15_parts, MASKED, {"unet": lambda: unet(in_channels=9)}),
+    # It reads the state alone, and restores the image after every step.
+    "StableDiffusionInpaintPipeline (4 channels)": (sd15_parts, MASKED),
+    "StableDiffusionInstructPix2PixPipeline": (sd15_parts, {"image": large_image()}, {
+        "unet": lambda: unet(in_channels=8)}),
+    "StableDiffusionPAGPipeline": (sd15_parts, {"pag_scale": 2.0}),
+    "StableDiffusionXLPAGPipeline": (sdxl_parts, {"pag_scale": 2.0}),
+    "PixArtAlphaPipeline": (pixart, SMALL),
+    "PixArtSigmaPipeline": (pixart, SMALL),
+    "StableDiffusionImg2ImgPipeline": (sd15_parts, {"image": large_image()}),
     "StableDiffusionControlNetPipeline": (sd15_parts, {"image": image()}, {"controlnet": unet_controlnet}),
     "StableDiffusionXLControlNetPipeline": (sdxl_parts, {"image": image()}, {
         "controlnet": lambda: unet_controlnet(2 * WIDTH, **POOLED)}),

@@ -70,7 +70,7 @@ def test_embedded_guidance_of_a_consistency_model_is_one_evaluation():
     assert policy.evaluations == before + 2 and (finals[0] - finals[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", [*unets.FACTORIES, *unets.CONDITIONED])
+@pytest.mark.parametrize("name", [*unets.FACTORIES])
 def test_they_are_small_and_repeatable(name):
     weights = [dict(tiny.make(name, seed)[0].components) for seed in (0, 0, 1)]
     first, again, other = ([p for part in sorted(parts) if isinstance(parts[part], torch.nn.Module)
