@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from scipy.special import softmax
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.curriculum.history import RATES, record
@@ -69,9 +70,7 @@ class CategoryBandit:
         return [pool[place] for place in rng.permutation(chosen)]
 
     def probabilities(self, memory: dict[str, Any], names: Sequence[str]) -> np.ndarray:
-        scores = np.array(self.scores(memory, names)) / self.temperature
-        odds = np.exp(scores - scores.max())
-        return odds / odds.sum()
+        return softmax(np.array(self.scores(memory, names)) / self.temperature)
 
     def scores(self, memory: dict[str, Any], names: Sequence[str]) -> list[float]:
         """Value of every category, with its bonus; a category that was never drawn has the value 0."""

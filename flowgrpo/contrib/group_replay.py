@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from scipy.special import softmax
 from torch import Tensor
 
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
@@ -47,9 +48,7 @@ class GroupReplay:
 
     def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
         """Probabilities of groups by their mean |advantages| and mean log-probabilities."""
-        scores = self.alpha * np.log(np.array(sizes)) + self.certain * np.array(logps)
-        odds = np.exp(scores - scores.max())
-        return odds / odds.sum()
+        return softmax(self.alpha * np.log(np.array(sizes)) + self.certain * np.array(logps))
 
     def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
         """Places of `count` different groups, or of all if there are fewer."""
@@ -120,7 +119,7 @@ class ReplayedGroups(Extension):
         now, prompts = self.trainer.epoch, [prompt.learned for prompt in epoch.own]
         known = [group for group in self.groups if 0 < now - group.epoch <= self.part.age]
         single = {place: alone for part in epoch.parts for place in part.groups
-                  if (alone := select_group(part, place)) is not None}
+                  if (alone := keep_groups(part, {place})) is not None}
         silent = [place for place, alone in single.items() if not size_of(alone)]
         taken = [known[place] for place in self.part.choose(
             [group.size for group in known], [group.logp for group in known],
@@ -138,28 +137,14 @@ class ReplayedGroups(Extension):
             if waits is not None and size_of(waits):
                 self.fresh.append(record(waits, prompts[place], now, epoch.weights))
         self.ages = [now - group.epoch for group in taken]
-        left = [self._drop_groups(part, dropped, first) for part in epoch.parts]
+        left = [keep_groups(part, {*part.groups} - dropped, first) if first or dropped & {*part.groups} else part
+                for part in epoch.parts]
         epoch.parts = [part for part in left if part is not None] + [
             reindex(group.part, len(prompts) + number) for number, group in enumerate(taken)]
         if taken:
             replayed = [group.prompt for group in taken]
             epoch.conditioning = self.trainer.rollouts.conditioning([*prompts, *replayed], now)
             epoch.own = [*epoch.own, *replayed]
-
-    @staticmethod
-    def _drop_groups(part: Part, dropped: set[int], first: dict[int, Tensor]) -> Part | None:
-        """Part without the dropped groups; None if nothing is left. first: the kept samples of groups, bool."""
-        if not first and not dropped & {*part.groups}:
-            return part
-        masks = []
-        for taken in part.transitions:
-            of = taken.prompts[taken.parent].cpu()
-            keep = ~torch.isin(of, torch.tensor([*dropped], dtype=torch.int64))
-            for place in {*part.groups} & first.keys():
-                keep[of == place] = first[place]
-            masks.append(keep)
-        part = replace(part, left_out=tuple(place for place in part.left_out if place not in dropped))
-        return part.with_advantages(part.advantages, masks, part.rewards)
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         self.groups = [group for group in [*self.groups, *self.fresh]
@@ -215,11 +200,17 @@ def record(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) ->
     return Recorded(prompt, epoch, reindex(kept, 0), size_of(kept), logp)
 
 
-def select_group(part: Part, place: int) -> Part | None:
-    """Part of one group alone; None if nothing of it is trained."""
-    part = replace(part, left_out=tuple(other for other in part.left_out if other == place))
-    return part.with_advantages(part.advantages, [taken.prompts[taken.parent].cpu() == place
-                                                  for taken in part.transitions], part.rewards)
+def keep_groups(part: Part, places: set[int], samples: dict[int, Tensor] = {}) -> Part | None:
+    """Part of some groups alone, and of some of these only samples, bool; None if nothing of it is trained."""
+    masks = []
+    for taken in part.transitions:
+        of = taken.prompts[taken.parent].cpu()
+        keep = torch.isin(of, torch.tensor([*places], dtype=torch.int64))
+        for place in places & samples.keys():
+            keep[of == place] = samples[place]
+        masks.append(keep)
+    part = replace(part, left_out=tuple(place for place in part.left_out if place in places))
+    return part.with_advantages(part.advantages, masks, part.rewards)
 
 
 def reindex(part: Part, place: int) -> Part:

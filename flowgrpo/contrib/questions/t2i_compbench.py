@@ -124,10 +124,10 @@ class Owl(LocalModel):
         return found
 
 
-ATTRIBUTES = ("color", "shape", "texture")
-DIMENSIONS = (*ATTRIBUTES, "spatial", "numeracy", "non_spatial", "complex")
-MODELS = dict.fromkeys(ATTRIBUTES, ("vqa",)) | {"spatial": ("detector",), "numeracy": ("detector",),
-                                                 "non_spatial": ("clip",)}  # of a dimension that needs not all
+# The judgement of each dimension but "complex", and the model of each judgement.
+JUDGEMENTS = dict.fromkeys(("color", "shape", "texture"), "attributes") | {
+    "spatial": "spatial", "numeracy": "numeracy", "non_spatial": "actions"}
+MODELS = {"attributes": "vqa", "spatial": "detector", "numeracy": "detector", "actions": "clip"}
 MOST = 8  # noun phrases that get a question
 PEOPLE = dict.fromkeys(("girl", "boy", "man", "woman"), "person")
 KNOWN_AS = PEOPLE | {"ship": "boat", "television": "tv", "sofa": "couch"}  # by a detector of fixed classes
@@ -177,14 +177,24 @@ class T2ICompBench:
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, the models'")
 
     def __post_init__(self) -> None:
-        if self.dimension not in (None, *DIMENSIONS):
+        if self.dimension not in (None, *JUDGEMENTS, "complex"):
             raise UserError(f"reward 't2i_compbench': dimension is {self.dimension!r}, expected "
-                            f"{', '.join(DIMENSIONS)}")
+                            f"{', '.join(JUDGEMENTS)}, complex")
         given = model_arguments("t2i_compbench", self.dtype, self.device, self.batch_size)
-        make: dict[str, Callable[[], Any]] = {
-            "vqa": lambda: BlipVqa(**given | self.vqa), "detector": lambda: self._detector(given),
-            "clip": lambda: CompBenchClip(**given | self.clip)}
-        models = {name: make[name]() for name in MODELS.get(self.dimension or "complex", make)}
+        needed = {MODELS[JUDGEMENTS[self.dimension]]} if self.dimension in JUDGEMENTS else {*MODELS.values()}
+        models: dict[str, Any] = {}
+        if "vqa" in needed:
+            models["vqa"] = BlipVqa(**given | self.vqa)
+        if "detector" in needed:
+            kind, _, folder = str(self.detector).partition(":")
+            if not isinstance(self.detector, str):
+                models["detector"] = self.detector
+            elif kind == "owl":
+                models["detector"] = Owl(**given | ({"model": folder} if folder else {}))
+            else:
+                models["detector"] = detector(self.detector, **given if in_process(self.detector) else {})
+        if "clip" in needed:
+            models["clip"] = CompBenchClip(**given | self.clip)
         vars(self).update(phrases=Phrases(self.spacy), _models=models)
 
     @property
@@ -193,22 +203,30 @@ class T2ICompBench:
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        dimensions = [self.dimension or entry.get(self.key) for entry in metadata]
-        parts = [_parts(dimension, prompt, entry) for dimension, prompt, entry in zip(dimensions, prompts, metadata)]
+        judged = [self._judgements(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         values: list[list[float]] = [[] for _ in prompts]
-        judges: dict[str, Callable[..., Sequence[float]]] = {
-            "attributes": self._attributes, "spatial": self._places, "numeracy": self._numbers,
-            "actions": self._actions}
-        for name, judge in judges.items():
-            if rows := [row for row, wanted in enumerate(parts) if name in wanted]:
-                some = judge(images[rows], [prompts[row] for row in rows], [metadata[row] for row in rows],
-                             [dimensions[row] == "complex" for row in rows])
+        for name, judge in (("attributes", self._attributes), ("spatial", self._places), ("numeracy", self._numbers),
+                            ("actions", self._actions)):
+            if rows := [row for row, names in enumerate(judged) if name in names]:
+                some = judge(images[rows], [prompts[row] for row in rows], [metadata[row] for row in rows])
                 for row, value in zip(rows, some):
                     values[row].append(value)
         return [sum(some) / len(some) if some else None for some in values]
 
-    def _attributes(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
-                    sentences: list[bool]) -> list[float]:
+    def _dimension(self, entry: dict[str, Any]) -> Any:
+        return self.dimension or entry.get(self.key)
+
+    def _judgements(self, prompt: str, entry: dict[str, Any]) -> tuple[str, ...]:
+        """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if
+        its metadata's `action` is true."""
+        dimension = self._dimension(entry)
+        if dimension != "complex":
+            return (JUDGEMENTS[dimension],) if dimension in JUDGEMENTS else ()
+        if relation(prompt) is None:
+            return "attributes", "actions"
+        return ("attributes", "spatial", "actions") if entry.get("action") else ("attributes", "spatial")
+
+    def _attributes(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         phrases = [self.phrases.noun_phrases(prompt, entry)[:MOST] for prompt, entry in zip(prompts, metadata)]
         rows = [row for row, some in enumerate(phrases) for _ in some]
         if not rows:
@@ -217,30 +235,24 @@ class T2ICompBench:
         yes = iter(self._models["vqa"](images[rows], questions).tolist())
         return [math.prod(next(yes) for _ in some) for some in phrases]
 
-    def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
-                sentences: list[bool]) -> list[float]:
-        claims = [find_relation(prompt, self.phrases.noun_phrases(prompt, entry) if sentence else None)
-                  for prompt, entry, sentence in zip(prompts, metadata, sentences)]
-        side = max(images.shape[-2:])
+    def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        claims = [find_relation(prompt, self.phrases.noun_phrases(prompt, entry)
+                                if self._dimension(entry) == "complex" else None)
+                  for prompt, entry in zip(prompts, metadata)]
         found = self._detect(images, [claim[1:] if claim else () for claim in claims])
-        scores = []
-        for claim, seen in zip(claims, found):
-            one, other = self._detector_labels(claim[1:]) if claim else ("", "")
-            scores.append(in_place(seen, one, other, claim[0], side) if claim else 0.0)
-        return scores
+        return [in_place(seen, *self._detector_labels(claim[1:]), claim[0], max(images.shape[-2:])) if claim else 0.0
+                for claim, seen in zip(claims, found)]
 
-    def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
-                 sentences: list[bool]) -> list[float]:
+    def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         claims = [count_objects(self.phrases.noun_phrases(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
         seen = self._detect(images, [[name for name, _ in claim] for claim in claims])
         return [in_number(some, list(zip(self._detector_labels([name for name, _ in claim]),
                                          (count for _, count in claim))))
                 for some, claim in zip(seen, claims)]
 
-    def _actions(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
-                 sentences: list[bool]) -> list[float]:
-        texts = [self.phrases.without_adjectives(prompt, entry) if sentence else prompt
-                 for prompt, entry, sentence in zip(prompts, metadata, sentences)]
+    def _actions(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        texts = [self.phrases.without_adjectives(prompt, entry) if self._dimension(entry) == "complex" else prompt
+                 for prompt, entry in zip(prompts, metadata)]
         return self._models["clip"](images, texts).tolist()
 
     def _detect(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
@@ -252,26 +264,6 @@ class T2ICompBench:
     def _detector_labels(self, names: Sequence[str]) -> list[str]:
         table = PEOPLE if isinstance(self._models["detector"], Owl) else KNOWN_AS
         return [table.get(name, name) for name in names]
-
-    def _detector(self, given: dict[str, Any]) -> Owl | Detector:
-        if not isinstance(self.detector, str):
-            return self.detector
-        kind, _, model = self.detector.partition(":")
-        if kind == "owl":
-            return Owl(**given | ({"model": model} if model else {}))
-        return detector(self.detector, **given if in_process(self.detector) else {})
-
-
-def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if its
-    metadata's `action` is true."""
-    if dimension == "complex":
-        if relation(prompt) is None:
-            return "attributes", "actions"
-        return ("attributes", "spatial", "actions") if metadata.get("action") else ("attributes", "spatial")
-    by_name = dict.fromkeys(ATTRIBUTES, "attributes") | {
-        "spatial": "spatial", "numeracy": "numeracy", "non_spatial": "actions"}
-    return (by_name[dimension],) if dimension in by_name else ()
 
 
 def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:
