@@ -40,21 +40,19 @@ from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, frame_index
 if TYPE_CHECKING:
     from torch import Tensor
 
+WHO = "reward 'http'"
 NAMES = ("prompt", "image", "frames", "text", "metadata")  # of slots; metadata.KEY too
 SLOT = re.compile(r"\{([A-Za-z]\w*(?:\.[\w-]+)*)\}")
-NOUNS = {"text": "texts", "image": "images", "frames": "videos"}  # what samples are, by their slot
+SENT = {"prompt": "prompts", "metadata": "metadata", "text": "texts", "image": "images", "frames": "frames"}
 
 
 @dataclass(frozen=True)
 class Template:
-    """JSON with slots in its strings, such as {prompt}.
+    """JSON with slots in its strings, such as {prompt}. Raises UserError for an unknown slot.
 
-    who: begins errors. longest: pixels of an image's longer side; larger ones are shrunk. encoding: png or webp.
-    frames: of a video, evenly spaced.
-    Raises UserError for an unknown slot.
+    longest, encoding, frames: as of `Http`.
     """
 
-    who: str
     json: Any
     longest: int = 1024
     encoding: str = "png"
@@ -63,15 +61,14 @@ class Template:
     def __post_init__(self) -> None:
         for name in _slots(self.json):
             if name not in NAMES and not name.startswith("metadata."):
-                raise UserError(f"{self.who}: its request has the slot {{{name}}}"
+                raise UserError(f"{WHO}: its request has the slot {{{name}}}"
                                 f"{nearest(name, [*NAMES, 'metadata.KEY'])}")
 
     @property
     def sends(self) -> list[str]:
         """Contents of requests, in words, which a run prints."""
-        words = {"prompt": "prompts", "metadata": "metadata", "text": "texts", "image": "images", "frames": "frames"}
         names = {name.partition(".")[0] for name in _slots(self.json)}
-        return [word for name, word in words.items() if name in names] or ["requests"]
+        return [word for name, word in SENT.items() if name in names] or ["requests"]
 
     def fill(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
         """The JSON of a sample.
@@ -86,11 +83,11 @@ class Template:
         if name == "prompt":
             return prompt
         if name.startswith("metadata"):
-            return value_at(entry, name.partition(".")[2], f"{self.who}: the prompt's metadata")
+            return value_at(entry, name.partition(".")[2], f"{WHO}: the prompt's metadata")
         kind = "text" if isinstance(output, str) else "image" if output.ndim == 3 else "frames"
         if name != kind and (name, kind) != ("frames", "image"):
-            raise UserError(f"{self.who}: its request has the slot {{{name}}}, and its samples are {NOUNS[kind]}: "
-                            f"write {{{kind}}}")
+            raise UserError(f"{WHO}: its request has the slot {{{name}}}, and its samples are "
+                            f"{'videos' if kind == 'frames' else SENT[kind]}: write {{{kind}}}")
         if isinstance(output, str):
             return output
         if name == "image":
@@ -100,7 +97,7 @@ class Template:
 
     def _base64(self, image: Tensor) -> str:
         if not image.isfinite().all():
-            raise Failed(f"{self.who}: an image holds NaN or an infinity")
+            raise Failed(f"{WHO}: an image holds NaN or an infinity")
         return data_url(image, self.longest, self.encoding).partition(",")[2]
 
 
@@ -113,14 +110,11 @@ def value_at(value: Any, path: str, whose: str) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise Failed(f"{whose} has no {path!r}: {part!r} is not in {_describe(value)}")
+            what = f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}" \
+                if isinstance(value, dict) else f"a list of {len(value)}" if isinstance(value, list) else \
+                f"a value of type {type(value).__name__}"
+            raise Failed(f"{whose} has no {path!r}: {part!r} is not in {what}")
     return value
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}"
-    return f"a list of {len(value)}" if isinstance(value, list) else f"a value of type {type(value).__name__}"
 
 
 def _slots(template: Any) -> Iterator[str]:
@@ -145,7 +139,6 @@ def _fill(template: Any, values: Mapping[str, Any]) -> Any:
                     template)
 
 
-WHO = "reward 'http'"
 REQUEST = {"prompt": "{prompt}", "image": "{image}"}
 NAME = r"[\w-]+"  # of a header
 SECRET = re.compile("auth|key|token|secret|password|signature|cookie", re.I)  # in the name of a header or of a query
@@ -225,7 +218,7 @@ class Http:
         _require("above 0, with a cost above 0", budget=(budget, budget is None or budget > 0 and cost > 0))
         _require(" or ".join(ENCODINGS), encoding=(encoding, encoding in ENCODINGS))
         self.answer, self.concurrency = answer, concurrency
-        self._template = Template(WHO, request, longest, encoding, frames)
+        self._template = Template(request, longest, encoding, frames)
         as_json(WHO, "request", request)
         self._key_env, key = key_env, environment_key(WHO, key_env)
         bearer = "Bearer " if key_header.lower() == "authorization" else ""
@@ -243,9 +236,13 @@ class Http:
                  metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
         """B scores, None where the API answers null, Failed where it rejects a sample."""
         def one(row: int) -> float | None | Failed:
+            def attempt(url: str) -> Any:
+                time.sleep(self.meter.begin(time.monotonic()))
+                return self._service.request("POST", url, body, _json, self._raise_for_status)
+
             try:
                 body = as_json(WHO, "a request", self._template.fill(outputs[row], prompts[row], metadata[row]))
-                answer = self._service.try_urls(lambda url: self._attempt(url, body))
+                answer = self._service.try_urls(attempt)
                 return _number(value_at(answer, self.answer, f"{WHO}: its answer"))
             except TimedOut:
                 raise
@@ -253,10 +250,6 @@ class Http:
                 return failed
 
         return side_by_side(one, range(len(prompts)), self.concurrency)
-
-    def _attempt(self, url: str, body: bytes) -> Any:
-        time.sleep(self.meter.begin(time.monotonic()))
-        return self._service.request("POST", url, body, _json, self._raise_for_status)
 
     def _raise_for_status(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
         """Raise the error for a status: the user's, this sample's, or a transient one."""

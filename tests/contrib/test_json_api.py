@@ -67,21 +67,21 @@ def decoded(text: str) -> np.ndarray:
 
 
 def test_templates_take_values_images_videos_and_texts():
-    template = Template("r", {"a": ["{prompt}", 1, None],
-                              "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
-                              "url": "data:image/png;base64,{image}",
-                              "all": "{metadata}", "{prompt}": "{}"})
+    template = Template({"a": ["{prompt}", 1, None],
+                         "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
+                         "url": "data:image/png;base64,{image}",
+                         "all": "{metadata}", "{prompt}": "{}"})
     filled = template.fill(IMAGE, "say {image}", {"of": {"n": 3}})
     picture = filled.pop("url").partition("data:image/png;base64,")[2]
     assert (decoded(picture) == np.arange(48).reshape(3, 4, 4).transpose(1, 2, 0)).all()
     assert filled == {"a": ["say {image}", 1, None], "b": {"c": 3, "d": "n=3 say {image}"}, "all": {"of": {"n": 3}},
                       "{prompt}": "{}"}
     clip = torch.stack([IMAGE + i / 255 for i in range(5)])
-    frames = Template("r", "{frames}", frames=3).fill(clip, "", {})
+    frames = Template("{frames}", frames=3).fill(clip, "", {})
     assert [int(decoded(frame)[0, 0, 0]) for frame in frames] == [0, 2, 4]
-    assert len(Template("r", "{frames}").fill(IMAGE, "", {})) == 1
-    assert Template("r", ["{text}"]).fill("an answer", "", {}) == ["an answer"]
-    assert decoded(Template("r", "{image}", longest=2).fill(IMAGE, "", {})).shape == (2, 2, 3)
+    assert len(Template("{frames}").fill(IMAGE, "", {})) == 1
+    assert Template(["{text}"]).fill("an answer", "", {}) == ["an answer"]
+    assert decoded(Template("{image}", longest=2).fill(IMAGE, "", {})).shape == (2, 2, 3)
 
 
 @pytest.mark.parametrize("slot, output, said", [
@@ -91,7 +91,7 @@ def test_templates_take_values_images_videos_and_texts():
     ("{metadata.b}", "text", "the prompt's metadata has no 'b': 'b' is not in an object of a"),
     ("{image}", IMAGE / 0, "holds NaN")])
 def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):
-    assert said in message(Template("r", {"x": slot}).fill, output, "", {"a": 1})
+    assert said in message(Template({"x": slot}).fill, output, "", {"a": 1})
 
 
 def test_unknown_slots_and_missing_keys():

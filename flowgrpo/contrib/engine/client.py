@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
+import itertools
 import json
 import struct
 import time
@@ -45,21 +47,17 @@ KINDS = {first: (kind, f">{form}") for kind, least, forms in (
 def unpack(content: bytes) -> Any:
     """Value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for more than
     VALUES values."""
-    at, left = 0, VALUES
+    stream, numbers = io.BytesIO(content), itertools.count(1)
 
     def take(size: int) -> bytes:
-        nonlocal at
-        if at + size > len(content):
+        if len(found := stream.read(size)) < size:
             raise ValueError(f"the message ends within a value, after {len(content)} bytes")
-        at += size
-        return content[at - size:at]
+        return found
 
     def value(depth: int) -> Any:
-        nonlocal left
         if depth > DEPTH:
             raise ValueError(f"the message has more than {DEPTH} containers within each other")
-        left -= 1
-        if left < 0:
+        if next(numbers) > VALUES:
             raise ValueError("the message has too many values")
         [first] = take(1)
         if first < 0x80 or first >= 0xe0:  # small integers
@@ -73,7 +71,7 @@ def unpack(content: bytes) -> Any:
             kind, form = KINDS[first]
             [size] = struct.unpack(form, take(struct.calcsize(form)))
         else:
-            raise ValueError(f"the message has a value of the kind 0x{first:02x} at byte {at - 1}")
+            raise ValueError(f"the message has a value of the kind 0x{first:02x} at byte {stream.tell() - 1}")
         if kind == "number":
             return size
         if kind == "list":
@@ -89,8 +87,8 @@ def unpack(content: bytes) -> Any:
         return found
 
     found = value(0)
-    if at != len(content):
-        raise ValueError(f"the message goes on behind its value, at byte {at} of {len(content)}")
+    if stream.tell() != len(content):
+        raise ValueError(f"the message goes on behind its value, at byte {stream.tell()} of {len(content)}")
     return found
 
 
@@ -135,8 +133,8 @@ class Request:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        own = {key: self.further[key] for key in NAMED if key in self.further}
-        rest: dict[str, Any] = {key: value for key, value in self.further.items() if key not in NAMED}
+        rest = dict(self.further)
+        own = {key: rest.pop(key) for key in NAMED if key in rest}
         if len(self.seeds) > 1:
             rest["seed"] = list(self.seeds)
         return own | {
@@ -233,14 +231,14 @@ class Engine:
     def resume(self) -> None:
         self._require_success("/resume_memory_occupation")
 
-    def info(self) -> dict[str, Any]:
-        """Version and model of the server, from /model_info and /server_info."""
-        return self._ask("GET", "/model_info") | self._ask("GET", "/server_info")
-
     def _require_success(self, path: str) -> None:
         answer = self._ask("POST", path, {})
         if answer.get("success") is not True:
             raise EngineError("answer", f"{self.url}{path} did not succeed: {answer.get('message', '')}")
+
+    def info(self) -> dict[str, Any]:
+        """Version and model of the server, from /model_info and /server_info."""
+        return self._ask("GET", "/model_info") | self._ask("GET", "/server_info")
 
     def _sample(self, answer: dict[str, Any], request: Request) -> Sample:
         if (prompt := answer.get("prompt")) != request.prompt:
@@ -296,12 +294,10 @@ class Engine:
         return answer
 
     def _request(self, method: str, path: str, body: Any, refusals: tuple[int, ...] = ()) -> Any:
-        asked = 0
-        while True:
+        for asked in itertools.count(1):
             try:
                 return self._once(method, path, body, refusals)
             except _Passing as error:
-                asked += 1
                 if asked > self.retries:
                     raise EngineError("no answer", f"{self.url}{path}: {error} (asked {quantity(asked, 'time')}): is "
                                                    "the engine running there?") from None

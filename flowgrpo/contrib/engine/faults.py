@@ -32,19 +32,21 @@ BETTER = 10.0  # how many times smaller the ratio of what an engine did is
 SHIFTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0)  # of sigmas that are tried
 
 
-def weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
+def _weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if lora or policy.weights is None else policy.reference()
 
 
 @torch.no_grad()
-def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int,
+def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool,
             log_ratios: Sequence[LogRatio] = (PlainRatio(),)) -> Tensor:
-    """Each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes infinite."""
+    """Each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes infinite. lora: the
+    replay has it."""
     found = torch.zeros(len(log_ratios), len(part.prompts), len(part.transitions))
-    for k, rows, new in replay(policy, conditioning, part, micro_batch):
-        old = part.transitions[k].old.rows(rows).to(new.logp.device)
-        for measured, log_ratio in zip(found, log_ratios):
-            measured[rows, k] = log_ratio(new, old)[:, 0].abs().nan_to_num(torch.inf).cpu()
+    with _weights(policy, lora):
+        for k, rows, new in replay(policy, conditioning, part, micro_batch):
+            old = part.transitions[k].old.rows(rows).to(new.logp.device)
+            for measured, log_ratio in zip(found, log_ratios):
+                measured[rows, k] = log_ratio(new, old)[:, 0].abs().nan_to_num(torch.inf).cpu()
     return found
 
 
@@ -63,9 +65,8 @@ def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
         moved = next(place for place, of in enumerate(places) if of != place)
         yield f"shuffled batch: sample {moved} of a request of {micro_batch} is sample {places[moved]} of those that " \
               "come one by one"
-    later, asked = [sample.states[1:] for sample in samples], float(ratios.max())
-    rounded = policy.precision == "fp32" and all(torch.equal(states.to(torch.bfloat16).to(states.dtype), states)
-                                                 for states in later)
+    asked, rounded = float(ratios.max()), policy.precision == "fp32" and all(
+        torch.equal(sample.states[1:].bfloat16().to(sample.states.dtype), sample.states[1:]) for sample in samples)
     if rounded:
         yield "bf16 states: all values of the states are of bf16, and the pipeline computes in fp32: serve the model " \
               "in fp32, or compare with --precision bf16"
@@ -89,10 +90,8 @@ def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
 def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
                 ) -> Iterator[tuple[str, float]]:
     """Yield what an engine may have done, and the largest |log ratio| of the replay that does so too."""
-
     def largest(of: Part, with_lora: bool = lora) -> float:
-        with weights(policy, with_lora):
-            return float(by_step(policy, conditioning, of, micro_batch).max())
+        return float(by_step(policy, conditioning, of, micro_batch, with_lora).max())
 
     spec = unwrap(part.exploration)
     level = getattr(spec.kernel, "level")
@@ -103,8 +102,14 @@ def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
     if policy.weights is not None:
         yield "another LoRA: the engine draws " + ("without the LoRA, from the base model" if lora else
                                                    "with a LoRA, asked for the base model"), largest(part, not lora)
-    if len(conditioning.prompts) > 1:
-        yield _find_swapped_prompts(policy, conditioning, part, micro_batch, lora)
+    if (count := len(conditioning.prompts)) > 1:  # each sample is of the prompt under which its ratio is smallest
+        under = [replace(part, transitions=tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt))
+                                                 for taken in sampler_steps(part))) for prompt in range(count)]
+        each = torch.stack([by_step(policy, conditioning, of, micro_batch, lora)[0].amax(1) for of in under])  # [P,b]
+        fits = each.argmin(0)
+        row = int((fits != part.prompts.cpu()).int().argmax())  # the first that fits another, if any
+        yield f"shuffled batch: sample {row}, of prompt {int(part.prompts[row])}, was drawn for prompt " \
+              f"{int(fits[row])}", float(each.amin(0).max())
     for shift in SHIFTS:
         for grid in _grids(policy, spec.steps, shift):
             if not torch.allclose(grid, spec.grid, atol=1e-4):
@@ -122,23 +127,6 @@ def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]
         yield stock(scheduler, steps)
 
 
-def _find_swapped_prompts(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
-                          ) -> tuple[str, float]:
-    """Which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
-    found = []  # of each prompt, the ratios [b] with all samples under it
-    with weights(policy, lora):
-        for prompt in range(len(conditioning.prompts)):
-            transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt))
-                                for taken in sampler_steps(part))
-            under = replace(part, transitions=transitions)
-            found.append(by_step(policy, conditioning, under, micro_batch)[0].amax(1))
-    each = torch.stack(found)  # [P,b]
-    fits = each.argmin(0)
-    row = int((fits != part.prompts.cpu()).int().argmax())  # the first that fits another, if any
-    return f"shuffled batch: sample {row}, of prompt {int(part.prompts[row])}, was drawn for prompt " \
-           f"{int(fits[row])}", float(each.amin(0).max())
-
-
 @torch.no_grad()
 def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
              micro_batch: int, lora: bool) -> tuple[float, float]:
@@ -146,7 +134,7 @@ def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, sam
     spec, gaps, sizes = unwrap(part.exploration), [], []
     for taken in sampler_steps(part):
         for rows in torch.arange(len(samples)).split(micro_batch):
-            with weights(policy, lora):
+            with _weights(policy, lora):
                 own = policy.replay(conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device), spec.grid,
                                     taken.step).float().cpu()
             sent = torch.stack([unwrap(samples[int(row)].outputs)[taken.step] for row in rows]).float()

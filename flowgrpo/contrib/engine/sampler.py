@@ -35,14 +35,6 @@ SDE: dict[type, str] = {FlowSDE: "sde", CPS: "cps"}  # kernels of SGLang-Diffusi
 DRAWN = (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)
 
 
-def sde(spec: RolloutSpec) -> tuple[str, float]:
-    """Engine's name of a rollout's noise, and its level; ("ode", 0) for a rollout without noise."""
-    if not spec.schedule.stochastic:
-        return "ode", 0.0
-    level: float = getattr(spec.kernel, "level")
-    return SDE[type(spec.kernel)], level
-
-
 def of_method(config: Config, method: Method) -> Iterator[str]:
     """Yield what a method and its configuration need and a stock engine lacks, in words."""
     target, denoising = method.target, method.denoising
@@ -59,16 +51,14 @@ def of_method(config: Config, method: Method) -> Iterator[str]:
         "adapter.dora: true": config.adapter.dora,
         "train.one_pass, whose graphs are the trainer's": bool(OnePassKeys.read(config).one_pass),
         "memory.shard, whose processes share every call": bool(config.memory.shard)}
-    yield from (need for need, applies in needs.items() if applies)
+    return (need for need, applies in needs.items() if applies)
 
 
 def of_rollout(spec: RolloutSpec, stock: torch.Tensor) -> Iterator[str]:
     """Yield what a rollout needs and a stock engine lacks, in words. stock: the pipeline's own sigmas [T+1]."""
-    if spec.timesteps is not None:
-        yield "a variance-preserving process (the model predicts noise or v)"
-        return
     schedule, kernel = spec.schedule, spec.kernel
     needs = {
+        "a variance-preserving process (the model predicts noise or v)": spec.timesteps is not None,
         f"the kernel {type(kernel).__name__}: it draws by {' or '.join(cls.__name__ for cls in SDE)}":
             bool(schedule.stochastic) and type(kernel) not in SDE,
         "trees, which split states on their way": bool(schedule.children),
@@ -78,12 +68,12 @@ def of_rollout(spec: RolloutSpec, stock: torch.Tensor) -> Iterator[str]:
         f"the solver {type(spec.solver).__name__}: it takes Euler steps": not isinstance(spec.solver, Euler),
         "given sigmas: set parts.tail: 1": spec.grid.shape != stock.shape or not torch.equal(spec.grid, stock),
         "clean predictions on the way (parts.progress)": spec.keep_clean}
-    yield from (need for need, applies in needs.items() if applies)
+    return (need for need, applies in needs.items() if applies)
 
 
 def require(needs: Iterator[str]) -> None:
     """Raise UserError for the first of what a run needs and a stock engine lacks."""
-    for need in needs:
+    if need := next(needs, ""):
         raise UserError(f"rollout.engine: a stock engine does not do {need}; or leave rollout.engine out")
 
 
@@ -100,7 +90,8 @@ def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequen
     if conditioning.inputs:
         raise UserError(f"rollout.engine: the prompts' {', '.join(conditioning.inputs)} is not sent: leave it or "
                         "rollout.engine out")
-    (kind, level), trained = sde(spec), spec.schedule.trained
+    kernel, trained = spec.kernel, spec.schedule.trained
+    kind, level = (SDE[type(kernel)], getattr(kernel, "level")) if spec.schedule.stochastic else ("ode", 0.0)
     states = sorted({spec.steps, *trained, *(step + 1 for step in trained)} if not means else range(spec.steps + 1))
     found = []
     for prompt, of in zip(prompts, seeds, strict=True):

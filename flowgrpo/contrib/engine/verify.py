@@ -38,8 +38,7 @@ SHARE = 0.1  # of the clip range that a first log-ratio may take (`training.firs
 
 @dataclass(frozen=True)
 class Asked:
-    """Samples of a comparison: `count` of each prompt, in `steps` steps with noise of a kind ("sde", "cps") and level.
-    """
+    """Samples of a comparison: `count` of each prompt. kind, level: of the noise, "sde" or "cps"."""
 
     prompts: tuple[str, ...]
     negative: str = ""
@@ -80,14 +79,12 @@ def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions:
     found = list[Row]()
     samples: dict[tuple[bool, int], list[Sample]] = {}
     try:
-        for number, precision in enumerate(precisions):
+        for precision in precisions:
             policy = policy_of(precision)
             conditioning = policy.encode(list(asked.prompts), [asked.negative] * len(asked.prompts))
             spec = rollout_spec(policy, conditioning, asked)
-            if not number:
-                samples = _sample(engine, policy, conditioning, spec, asked, sender)
-            for (lora, batch), of in samples.items():
-                found.append(_row(policy, conditioning, spec, precision, batch, lora, samples, of))
+            samples = samples or _sample(engine, policy, conditioning, spec, asked, sender)
+            found += [_row(policy, conditioning, spec, precision, batch, lora, samples) for lora, batch in samples]
     finally:
         if sender is not None:
             with contextlib.suppress(EngineError):  # of an engine that has failed before
@@ -114,11 +111,11 @@ def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, 
     of, places = seeder(asked.seed, 0), range(len(asked.prompts))
     seeds = [[of(prompt, sample) for sample in range(asked.count)] for prompt in places]
     found = {}
-    for lora in (False, True)[:1 + (sender is not None)]:
+    if sender is not None:
+        engine.unset_lora()
+    for lora in (False, True) if sender is not None else (False,):
         if lora and sender is not None:
             sender.sync(policy.pipe, list(policy.weights.modules))
-        elif sender is not None:
-            engine.unset_lora()
         for batch in sorted({1, asked.count}):
             asks = requests(policy, conditioning, places, seeds, spec, batch, means=True)
             found[lora, batch] = [*chain.from_iterable(map(engine.rollout, asks))]
@@ -126,14 +123,13 @@ def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, 
 
 
 def _row(policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, precision: str, batch: int, lora: bool,
-         samples: dict[tuple[bool, int], list[Sample]], of: list[Sample]) -> Row:
-    prompts = torch.arange(len(conditioning.prompts)).repeat_interleave(spec.group)
+         samples: dict[tuple[bool, int], list[Sample]]) -> Row:
+    of, groups = samples[lora, batch], range(len(conditioning.prompts))
     try:
-        part = part_of(policy, conditioning, of, range(len(conditioning.prompts)), prompts, spec)
+        part = part_of(policy, conditioning, of, groups, torch.tensor(groups).repeat_interleave(spec.group), spec)
     except EngineError as error:
         return Row(precision, batch, lora, (float("inf"),), {}, (f"{error.fault}: {error}",))
-    with faults.weights(policy, lora):
-        each = faults.by_step(policy, conditioning, part, batch, LOG_RATIOS)
+    each = faults.by_step(policy, conditioning, part, batch, lora, LOG_RATIOS)
     clips = {type(log_ratio).__name__: float(values.max()) / SHARE for log_ratio, values in zip(LOG_RATIOS, each)}
     found = faults.find_faults(policy, conditioning, part, of, samples[lora, 1], each[0], batch, lora)
     return Row(precision, batch, lora, tuple(each[0].amax(0).tolist()), clips, tuple(found))

@@ -32,10 +32,9 @@ from flowgrpo.rewards.vlm_judge.judge import Asking, fill_template, text_part
 from flowgrpo.rewards.vlm_judge.parse import conclusion, declines
 from flowgrpo.rewards.vqa_score import VqaScore
 
-ALWAYS = ("yes", "no")  # answers known by every such network
+AboutImages = Sequence[tuple[int, Question]]  # the row of an image, and a question about it
 
 
-@dataclass(frozen=True)
 class ByFolder:
     """Probability of the right answer or its logit, or 1 if it is the likeliest of the choices (`score` "share").
 
@@ -43,22 +42,16 @@ class ByFolder:
     Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them.
     """
 
-    folder: str
-    score: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    model: Preference = field(init=False, repr=False)
-    names: tuple[str, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        names = tuple(Description.read(Path(self.folder)).aspects)
-        if not set(ALWAYS) <= set(names):
-            raise UserError(f"reward 'question_answers': {self.folder!r} scores {', '.join(names)}, expected a network "
+    def __init__(self, folder: str, score: str, **arguments: Any):
+        self.folder, self.score, self.names = folder, score, [*Description.read(Path(folder)).aspects]
+        if not {"yes", "no"} <= {*self.names}:  # which every such network knows
+            raise UserError(f"reward 'question_answers': {folder!r} scores {', '.join(self.names)}, expected a network "
                             "whose aspects are answers, yes and no among them: a reward from preferences answers no "
                             "questions")
-        vars(self).update(names=names, model=Preference(self.folder, **self.arguments))
+        self.model = Preference(folder, **arguments)
 
-    def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
-        """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of an image's row and its question."""
+    def right(self, images: Tensor, questions: AboutImages) -> list[float]:
+        """Score n questions about images [B, 3, H, W] in [0, 1]."""
         scores = []
         for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True):
             right = question.choices.index(question.answer)
@@ -68,7 +61,7 @@ class ByFolder:
                 scores.append(float(p[right] if self.score == "probability" else p.argmax() == right))
         return scores
 
-    def probabilities(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
+    def probabilities(self, images: Tensor, questions: AboutImages) -> list[Tensor]:
         """Each question's probabilities of its choices, float64."""
         places = []
         for _, question in questions:
@@ -85,7 +78,6 @@ class ByFolder:
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
 LEAST = 1e-6  # of a probability whose logit is taken
-TokenizedPrompts = list[tuple[int, Question]]  # the row of an image, and a question about it
 
 
 class Answering(VqaScore):
@@ -140,25 +132,23 @@ class QuestionAnswers:
                             "yes-or-no questions")
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
-        vars(self).update(_model=self._answering(),
-                          _writer=None if self.writer is None else writer(self.writer, self.file))
+        given = model_arguments("question_answers", self.dtype, self.device, self.batch_size)
+        if self.by == "judge" and given:
+            raise UserError(f"reward 'question_answers': got {', '.join(given)}, but a judge answers from elsewhere: "
+                            "leave them out, or take by: vqa")
+        model: ByVqa | ByJudge | ByFolder
+        if self.by == "judge":
+            model = ByJudge(**self.judge)
+        elif self.by == "vqa":
+            model = ByVqa(Answering(**{"question": "Question: {} Short answer:"} | given | self.vqa), self.score)
+        else:
+            model = ByFolder(self.by, self.score, **given)
+        vars(self).update(_model=model, _writer=None if self.writer is None else writer(self.writer, self.file))
 
     @property
     def privileged(self) -> bool:
         """True if a judge answers or writes, with the user's key."""
         return self.by == "judge" or self.writer is not None
-
-    def _answering(self) -> ByVqa | ByJudge | ByFolder:
-        given = model_arguments("question_answers", self.dtype, self.device, self.batch_size)
-        if self.by == "vqa":
-            options = {"question": "Question: {} Short answer:"} | given | self.vqa
-            return ByVqa(Answering(**options), self.score)
-        if self.by != "judge":
-            return ByFolder(self.by, self.score, given)
-        if given:
-            raise UserError(f"reward 'question_answers': got {', '.join(given)}, but a judge answers from elsewhere: "
-                            "leave them out, or take by: vqa")
-        return ByJudge(**self.judge)
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | Failed]:
@@ -192,8 +182,7 @@ class ByVqa:
     model: VqaScore
     score: str
 
-    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
-        """Score n questions, each about the image of its row."""
+    def right(self, images: Tensor, questions: AboutImages) -> list[float]:
         expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
         if self.score != "share":
             return expected.tolist() if self.score == "probability" else expected.logit(LEAST).tolist()
@@ -225,8 +214,7 @@ class ByJudge(Asking):
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
-    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
-        """Score n questions, each about the image of its row."""
+    def right(self, images: Tensor, questions: AboutImages) -> list[float | Failed]:
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = fill_template(self._question, question=entry.question, choices=", ".join(entry.choices))

@@ -205,12 +205,11 @@ class Staleness(Extension):
         run = self.run
         drawn.scoring, drawn.scorer = run.scoring.fork(), sampling.Scorer(run.stop, after=self._last).start()
         drawn.scoring.start_epoch(drawn.epoch, run.config.train.epochs, run.memory)
-        dropped = True
         try:
             yield
-            dropped, self._last = False, drawn.scorer
+            self._last = drawn.scorer
         finally:
-            drawn.scorer.end(drop=dropped)
+            drawn.scorer.end(drop=self._last is not drawn.scorer)
 
     def _submit(self, drawn: Drawn, part: Part, outputs: Sequence[Outputs | None]) -> None:
         drawn.pending += sampling.submit(self.run, unwrap(drawn.scoring), unwrap(drawn.scorer), drawn.prompts, part,
@@ -241,11 +240,8 @@ class Staleness(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Age of the present epoch's weights in epochs, mean weight of its decisions, and the share above the cap.
-
-        Of partial rollouts: the share of trained tokens older than their epoch's draw, and the number of groups that
-        go on. With processes that only sample: the bytes that they sent and received.
-        """
+        """Age of the present epoch's weights in epochs, mean weight of its decisions, and the share above the cap. Of
+        partial rollouts also the share of trained tokens older than their epoch's draw."""
         current = unwrap(self.current)
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])
@@ -301,7 +297,8 @@ class Staleness(Extension):
         self.queue = []
         if self.ranks is not None:
             self.ranks.load_state(tensors, values)
-        if self.ranks is not None or self.run.processes.count > 1:
+            return
+        if self.run.processes.count > 1:
             return
         for place, entry in enumerate(values.get("drawn", ())):
             prompts = of_records(entry["prompts"])
@@ -354,8 +351,7 @@ def decouple_part(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log
     def weigh_rows() -> Iterator[tuple[int, slice, Scored]]:
         for k, rows, new in replayed:
             behaviour = part.transitions[k].old.rows(rows).to(new.logp.device)
-            of = behaviour_weights(log_ratio(new, behaviour), new.mask, cap)
-            weights[k][rows] = of.to(weights[k])
+            weights[k][rows] = behaviour_weights(log_ratio(new, behaviour), new.mask, cap).to(weights[k])
             yield k, rows, new
 
     proximal = rescore(part, weigh_rows())

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -38,7 +38,6 @@ from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import SAMPLING, restore_part, store_part
 from flowgrpo.types import unwrap
 
-T = TypeVar("T")
 KEY = "train.rollout_ranks"
 
 
@@ -48,17 +47,16 @@ def rollout_ranks(config: Config, processes: int) -> int:
     if not count:
         return 0
     if count >= processes:
-        raise UserError(f"{KEY} is {count}, of {counted(processes)}: expected fewer, so that one at least "
-                        "trains; torchrun or accelerate launch starts several")
+        raise UserError(f"{KEY} is {count}, of {processes} process{'es' * (processes > 1)}: expected fewer, so that "
+                        "one at least trains; torchrun or accelerate launch starts several")
     if AUTO in (train.micro_batch, train.checkpointing):
         raise UserError(f"{KEY} is {count}, which does not go with train.micro_batch or train.checkpointing: auto: set "
                         "values")
     sides = {processes - count: "train", count: "only sample"}
     for size, do in sides.items():
         if train.prompts % size:
-            raise UserError(f"{KEY} is {count}, but train.prompts is {train.prompts}, which the "
-                            f"{counted(size)} that {do} cannot share in whole groups: use "
-                            f"{-(-train.prompts // size) * size} prompts")
+            raise UserError(f"{KEY} is {count}, but train.prompts is {train.prompts}, which the {size} processes that "
+                            f"{do} cannot share in whole groups: use {-(-train.prompts // size) * size} prompts")
         geometry(train, size)
     # A part is trained where its groups are: no share of a process that trains may end amid one.
     share, together = train.prompts // count, prompts_per_part(train.group, train.rows)
@@ -245,7 +243,8 @@ class RolloutRanks:
             except Stopped:
                 pass  # the others stop too, and say so
             while not wait([ended], TICK).done:
-                _raise_error(delivering)
+                if delivering.done():
+                    delivering.result()
             self._drawn.put(None)
             delivering.result()
         if (summary := ended.result()) is None:
@@ -263,9 +262,10 @@ class RolloutRanks:
                 version = self._versions.get(timeout=TICK)
             except Empty:
                 run.stop.check()
-                _raise_error(delivering)
+                for future in (delivering, ended):  # raises their errors
+                    if future.done():
+                        future.result()
                 if ended.done():
-                    ended.result()
                     return False
                 continue
             version.enter(run)
@@ -308,12 +308,3 @@ class RolloutRanks:
                 distributed.send_object_list([about | {"parts": parts}], rank, side.up)
         for rank in range(side.trains):
             distributed.send_object_list([None], rank, side.up)
-
-
-def counted(processes: int) -> str:
-    return f"{processes} process{'es' * (processes > 1)}"
-
-
-def _raise_error(future: Future[Any]) -> None:
-    if future.done():
-        future.result()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any, cast
 
@@ -213,12 +213,16 @@ class StepSize(Extension):
             return
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
-        step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
+        named, own, processes = self.trainer.policy.weights.named, self.before, self.trainer.processes
+        last = {key: weight.detach().clone() for key, weight in named.items()}
+        change = {key: (value - own[key]).nan_to_num(0.0, 0.0, 0.0) for key, value in last.items()}
         before, after, signal = unwrap(self.reading), None, cast(Velocity | Tokens, self.signal)
 
         def measure(factor: float) -> float:
             nonlocal after
-            step.scale(factor)
+            # Those before and the change times the factor; 1 gives those of the step, bit by bit.
+            for key, weight in named.items():
+                weight.copy_(last[key] if factor == 1 else own[key] + factor * change[key])
             with processes.collective():
                 after = signal.read()
             sums = processes.gather(torch.tensor([signal.sums(before, after)], dtype=torch.float64)).sum(0)
@@ -244,7 +248,6 @@ class StepSize(Extension):
         return float(self.trainer.config.train.first_lr * self.calibration.scale)
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Rate, and of a measured epoch its last signal and the floor."""
         known = self.calibration
         measured = {} if self.signal is None or known.floor is None else \
             {"step_size/moved": known.moved, "step_size/floor": known.floor}
@@ -256,20 +259,5 @@ class StepSize(Extension):
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         known = {name: values[name] for name in ("scale", "floor", "done", "moved", "scales") if name in values}
-        own = self.calibration
-        self.calibration = Calibration(own.target, own.updates, own.reach, **known)
+        self.calibration = replace(self.calibration, **known)
         self.trainer.optimization.scale = self.calibration.scale
-
-
-class Step:
-    """Last change of trained weights, which can be scaled."""
-
-    def __init__(self, named: dict[str, torch.nn.Parameter], before: dict[str, Tensor]):
-        self.named, self.before = named, before
-        self.change = {key: (weight.detach() - before[key]).nan_to_num(0.0, 0.0, 0.0) for key, weight in named.items()}
-        self.last = {key: weight.detach().clone() for key, weight in named.items()}
-
-    def scale(self, factor: float) -> None:
-        """Set the weights to those before, and the change times a factor; 1 gives those of the step, bit by bit."""
-        for key, weight in self.named.items():
-            weight.copy_(self.last[key] if factor == 1 else self.before[key] + factor * self.change[key])
