@@ -194,7 +194,6 @@ class RolloutCache(Extension):
 
     @contextlib.contextmanager
     def _around(self, context: Any) -> Iterator[None]:
-        """Context manager: the pipeline's calls that sample run inside a context, given their task."""
         driver = cast(PipelinePolicy, self.trainer.policy).driver
         before, driver.around_rollout = driver.around_rollout, context
         try:

@@ -196,15 +196,10 @@ class GuardKeys(FeatureKeys):
     best: bool = key(True, GUARDS, MEASURES, after="unscored", description="ends with the best held-out weights, as "
                                                                            "by `eval.best`; false: with the last ones")
 
-    @property
-    def active(self) -> bool:
-        """True if the run may return to its last good weights."""
-        return bool(self.window or self.edge_width or self.diversity)
-
 
 guard = Feature(
     name="guard", keys=(GuardKeys,),
-    wanted=lambda config, method: GuardKeys.read(config).active,
+    wanted=lambda config, method: (keys := GuardKeys.read(config)).window or keys.edge_width or keys.diversity,
     extension="flowgrpo.contrib.guard:Guard", page="docs/reward_hacking.md",
     charts={"guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md")})
 

@@ -33,6 +33,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import halves
 from flowgrpo.evaluation.statistics import CONFIDENCE
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import inflect
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.storage.json_files import finite
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -61,7 +62,6 @@ class Frontier:
     measurements: int = 1
 
     def begin(self, base: Scores) -> None:
-        """Start anew from the scores of the base."""
         self.base, self.kept, self.value = base, {}, 0.0
         self.best = {name: values for name, values in base.items() if name not in self.weights}
 
@@ -182,9 +182,9 @@ class KeepFrontier(Extension):
     def summary(self) -> str | None:
         if not self.beyond:
             return None
-        named = f"epoch{'s' * (len(self.beyond) > 1)} {', '.join(map(str, self.beyond))}"
         fallen = sorted({name for names in self.beyond.values() for name in names})
-        return (f"beyond the frontier: {named}, by a higher trained reward and a lower {' and '.join(fallen)}")
+        return f"beyond the frontier: {inflect(len(self.beyond), 'epoch')} {', '.join(map(str, self.beyond))}, by a " \
+               f"higher trained reward and a lower {' and '.join(fallen)}"
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -205,5 +205,4 @@ def _nonzero(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _eval_only(measured: Mapping[str, Any], weights: Mapping[str, float]) -> list[str]:
-    """Measured rewards that are neither trained on nor distances to the base."""
     return [name for name, reward in measured.items() if not weights.get(name) and not rewards.sees_base(reward)]

@@ -98,7 +98,6 @@ def reward_of(config: Config) -> str:
 
 
 def limits(settings: GuardKeys) -> dict[str, float]:
-    """Limits of looks that are set, by name."""
     return settings.model_dump(include={EDGES, APART}, exclude_none=True)
 
 

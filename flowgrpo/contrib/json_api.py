@@ -173,7 +173,6 @@ class Meter:
             return begins - now
 
     def tell(self) -> None:
-        """Print the requests and their cost, if there were any."""
         if self.requests:
             print(f"{self.who}: {quantity(self.requests, 'request')} cost {self.total_cost:.10g}", file=sys.stderr)
 

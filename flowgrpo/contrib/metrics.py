@@ -201,6 +201,5 @@ class Torchmetrics(Adapted):
 
 
 def _near(name: str, known: list[str]) -> str:
-    """`nearest`, or where all are listed."""
     told = nearest(name, known)
     return told if told.startswith(":") else f", but {len(known)} others"

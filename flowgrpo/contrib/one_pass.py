@@ -51,7 +51,6 @@ class HeldOutputs:
         self._read: tuple[int, int, Tensor] | None = None  # a step, how many of its states are read, and its leaf
 
     def covers(self, part: Part) -> bool:
-        """True if the graphs of all steps of a part are there."""
         return all(taken.step in self.outputs for taken in part.transitions)
 
     def score(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
@@ -83,13 +82,10 @@ class HeldOutputs:
 
 def _select_rows(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
     """Rows at ascending places of outputs that follow on each other; one without any is left out."""
-    found, first = [], 0
-    for each in outputs:
-        own = places[(places >= first) & (places < first + len(each))] - first
-        if len(own):
-            found.append(each if len(own) == len(each) else each[own.to(each.device)])
-        first += len(each)
-    return found
+    kept = torch.zeros(sum(map(len, outputs)), dtype=torch.bool)
+    kept[places] = True
+    return [each if at.all() else each[at.to(each.device)]
+            for each, at in zip(outputs, kept.split([*map(len, outputs)])) if at.any()]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
@@ -22,7 +21,6 @@ from flowgrpo.text.policies import engines
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.optimizer import decisions
-from flowgrpo.training.scoring import Scoring
 from flowgrpo.types import unwrap
 
 
@@ -52,12 +50,12 @@ class RehearsedSamples(Extension):
 
     def on_credited(self, epoch: Epoch) -> None:
         if self.parts is None:
-            self.trainer.with_oom_retry(partial(self._draw, self.trainer.prompts, self.trainer.scoring))
+            self.trainer.with_oom_retry(self._draw)
 
-    def _draw(self, prompts: list[Prompt], scoring: Scoring) -> None:
+    def _draw(self) -> None:
         """Draw and record the base model's samples of some prompts. Raises UserError if none counts."""
-        train, rollouts = self.config.train, self.trainer.rollouts
-        chosen = random.Random(f"rehearsal/{self.config.seed}").choices(prompts, k=train.prompts)
+        train, rollouts, scoring = self.config.train, self.trainer.rollouts, self.trainer.scoring
+        chosen = random.Random(f"rehearsal/{self.config.seed}").choices(self.trainer.prompts, k=train.prompts)
         batch, parts = self.processes.own(rollouts.geometry.repeat_per_slice(chosen)), []
         with rollouts.policy.reference(), self.processes.collective():
             self.conditioning = rollouts.conditioning(batch, 0)

@@ -46,11 +46,10 @@ class Influence(AdvantageRule):
             return weights
         run = context.run
         known = run.memory.get("influence", {})
-        if len(known.get("after", [])) != len(weights):
-            known = {"epoch": run.epoch, "before": weights.tolist()}
-        elif known["epoch"] != run.epoch:
-            known = {"epoch": run.epoch, "before": known["after"]}
-        run.memory["influence"] = known
+        fits = len(known.get("after", [])) == len(weights)
+        if not fits or known["epoch"] != run.epoch:
+            known = run.memory["influence"] = {"epoch": run.epoch, "before": known["after"] if fits else
+                                               weights.tolist()}
         return weights.new_tensor(known["before"])
 
 
@@ -184,8 +183,7 @@ class ForwardCorrected(AdvantageRule):
         known = run.memory.setdefault("misses", {"epoch": run.epoch, "before": [0, 0, 0, 0], "after": counts})
         if known["epoch"] != run.epoch:
             known = run.memory["misses"] = {"epoch": run.epoch, "before": known["after"]}
-        total = [a + b for a, b in zip(known["before"], counts)]
-        known["after"] = total
-        accepted, rejected, rechecked, right = total
+        known["after"] = [a + b for a, b in zip(known["before"], counts)]
+        accepted, rejected, rechecked, right = known["after"]
         missed = rejected * right / rechecked if rechecked else 0
         return missed / (missed + accepted) if missed else 0.0

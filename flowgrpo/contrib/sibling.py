@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import EngineKeys, ForSiblingKeys, OnKeys, PhaseKeys
+from flowgrpo.contrib.frontier import mean
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, kept
 from flowgrpo.evaluation.measured import Measured, measure, readable
@@ -34,6 +35,7 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured as MeasuredMemory
+from flowgrpo.training.state import SAMPLING
 from flowgrpo.types import unwrap
 
 NAME = "on"  # of the value by which `eval.best` keeps weights
@@ -71,9 +73,7 @@ def match(name: str, module: torch.nn.Module, other: torch.nn.Module) -> dict[st
         if ".lora_" in key:
             continue
         plain = key.replace(".base_layer", "")
-        value: Tensor | None = theirs.pop(plain, None)
-        if value is None and GUIDANCE in plain:
-            value = torch.zeros_like(own)
+        value: Tensor | None = theirs.pop(plain, torch.zeros_like(own) if GUIDANCE in plain else None)
         if value is None or value.shape != own.shape:
             got = "has no such weight" if value is None else f"has it in the shape {list(value.shape)}"
             raise UserError(f"eval.on: the sibling's {name} is of another architecture: it {got} as {plain} "
@@ -237,9 +237,9 @@ class OnSibling(Extension):
             found, base = self._measure(f"epoch {trainer.epoch}", False), unwrap(self.base)
         samples, weights = trainer.config.eval.samples, trainer.config.rewards
         now, was = (kept.totals(each.scores, weights, samples) for each in (found, base))
-        self.metrics = {"on/gain": _mean(now - was)} | {
+        self.metrics = {"on/gain": mean(now - was)} | {
             f"on/{name}": float(share) for name, share in found.looks.relative_to(base.looks).items()}
-        return {NAME: _mean(now)}
+        return {NAME: mean(now)}
 
     def on_measured(self, measured: Measured) -> Metrics:
         return self.metrics
@@ -269,8 +269,8 @@ class OnSibling(Extension):
         evaluations on the way."""
         trainer, config, policy = self.trainer, self.trainer.config, self.policy
         layers, rollouts = [*policy.weights.layers().values()], cast(Any, trainer.rollouts)
-        prompts, evaluations, title = held_out.sides(cast(Any, trainer))[reported], policy.evaluations, \
-            f"{self.sibling.name}, {title}"
+        prompts, evaluations = held_out.sides(cast(Any, trainer))[reported], policy.evaluations
+        title = f"{self.sibling.name}, {title}"
         sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), trainer.processes, title)
         weighted = contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
         with weighted, clips_of(policy, config.eval.frames), unwrap(self.worn).on():
@@ -295,22 +295,20 @@ class OnSibling(Extension):
         if self.worn is None or not self.replays(self.trainer.epoch):
             yield
             return
-        trainer, own, counters = self.trainer, cast(Any, self.trainer.rollouts), ("rollout_evaluations",
-                                                                                  "saved_evaluations")
-        for name in ("decodes", "old_policy", *counters):
+        trainer, own = self.trainer, cast(Any, self.trainer.rollouts)
+        for name in ("decodes", "old_policy", *SAMPLING):
             setattr(self.rollouts, name, getattr(own, name))
         try:
             with self._replaying():
                 trainer.rollouts = self.rollouts
                 yield
         finally:
-            for name in counters:
+            for name in SAMPLING:
                 setattr(own, name, getattr(self.rollouts, name))
             trainer.rollouts = own
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
-        """Context manager: the policy is the sibling, at its guidance."""
         guidance, self.policy.guidance = self.policy.guidance, self.sibling.guidance
         try:
             with unwrap(self.worn).on():
@@ -337,8 +335,3 @@ class OnSibling(Extension):
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         return {"on/epoch": float(self.replays(self.trainer.epoch))} if self.settings.sibling == "replay" else {}
-
-
-def _mean(values: Any) -> float:
-    known = values[values == values]
-    return float(known.mean()) if len(known) else float("nan")

@@ -209,7 +209,6 @@ class Engine:
                       | ({} if alpha is None else {"lora_alpha": alpha}))
 
     def unset_lora(self) -> None:
-        """Have the engine sample without a LoRA."""
         self._request("POST", "/v1/unmerge_lora_weights", {"target": "all"})
 
     def compare_hashes(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
@@ -237,7 +236,6 @@ class Engine:
             raise EngineError("answer", f"{self.url}{path} did not succeed: {answer.get('message', '')}")
 
     def info(self) -> dict[str, Any]:
-        """Version and model of the server, from /model_info and /server_info."""
         return self._ask("GET", "/model_info") | self._ask("GET", "/server_info")
 
     def _sample(self, answer: dict[str, Any], request: Request) -> Sample:

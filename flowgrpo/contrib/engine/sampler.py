@@ -72,7 +72,6 @@ def of_rollout(spec: RolloutSpec, stock: torch.Tensor) -> Iterator[str]:
 
 
 def require(needs: Iterator[str]) -> None:
-    """Raise UserError for the first of what a run needs and a stock engine lacks."""
     if need := next(needs, ""):
         raise UserError(f"rollout.engine: a stock engine does not do {need}; or leave rollout.engine out")
 

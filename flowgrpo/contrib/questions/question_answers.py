@@ -147,7 +147,6 @@ class QuestionAnswers:
 
     @property
     def privileged(self) -> bool:
-        """True if a judge answers or writes, with the user's key."""
         return self.by == "judge" or self.writer is not None
 
     def __call__(self, images: Tensor, prompts: Sequence[str],

@@ -152,5 +152,4 @@ def number(count: int) -> str:
 
 
 def writer(endpoint: dict[str, Any], file: str | None = None) -> CachedWriter[Question]:
-    """Language model that writes questions for prompts, once per prompt."""
     return CachedWriter(endpoint, file, WRITER, "questions", of_list, asdict)

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import PartialRolloutKeys, StalenessKeys
-from flowgrpo.contrib.staleness.partial_rollouts import Pool, older, oldest
+from flowgrpo.contrib.staleness.partial_rollouts import Pool
 from flowgrpo.contrib.staleness.rollout_ranks import KEY, Drawn, RolloutRanks
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.distributed.sides import Side
@@ -170,8 +170,9 @@ class Staleness(Extension):
         else:
             whole = run.with_oom_retry(partial(self.pool.draw, epoch))
             prompts = [of.prompt for of in whole]
-            drawn = Drawn(epoch, run.epoch, oldest(whole), prompts, prompts,
-                          older=older(whole, run.optimization.update))
+            versions = torch.cat([of.group.versions[of.group.token_mask] for of in whole])  # of weights, by token
+            drawn = Drawn(epoch, run.epoch, int(versions.min()), prompts, prompts,
+                          older=(int((versions < run.optimization.update).sum()), len(versions)))
             for part, outputs in self.pool.parts(whole):
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)

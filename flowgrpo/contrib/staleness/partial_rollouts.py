@@ -88,14 +88,3 @@ class Pool:
         fresh = values.get("fresh", [])
         self.fresh = [*zip(of_records([line for line, _ in fresh]), [seeds for _, seeds in fresh])]
         self.asked = values.get("asked", 0)
-
-
-def older(whole: list[Waiting], version: int) -> tuple[int, int]:
-    """Number of tokens of groups that older weights than `version` drew, and of all."""
-    drawn = [of.group.versions[of.group.token_mask] for of in whole]
-    return sum(int((versions < version).sum()) for versions in drawn), sum(len(versions) for versions in drawn)
-
-
-def oldest(whole: list[Waiting]) -> int:
-    """Number of the oldest weights that drew a token of groups."""
-    return min(int(of.group.versions[of.group.token_mask].min()) for of in whole)

@@ -75,7 +75,7 @@ class Drawn:
 
     batch: its prompts on all processes; prompts: those of this one.
     at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
-    older: of partial rollouts, as of `partial_rollouts.older`.
+    older: of partial rollouts, the number of tokens that older weights than the present ones drew, and of all.
     conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
     pending: the futures of the scores of every part, one per granularity.
     """
@@ -166,7 +166,6 @@ class RolloutRanks:
                 pass
 
     def receive(self) -> list[dict[str, Any]]:
-        """The next epoch's messages, one of each process that samples."""
         return [self._next(rank, self.run.stop.check) for rank in self.samplers]
 
     def _next(self, rank: int, check: Callable[[], None]) -> Any:

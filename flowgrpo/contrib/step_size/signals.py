@@ -30,13 +30,10 @@ LARGEST = 20.0  # |log ratio| of a token from which on it is cut: its exponentia
 def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
     """Places of `count` rows, or of all, evenly spread over tables of these sizes: int64, one tensor each."""
     total = sum(sizes)
-    chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long() if total else \
-        torch.empty(0, dtype=torch.int64)
-    found, first = [], 0
-    for size in sizes:
-        found.append(chosen[(chosen >= first) & (chosen < first + size)] - first)
-        first += size
-    return found
+    kept = torch.zeros(total, dtype=torch.bool)
+    if total:
+        kept[torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long()] = True
+    return [at.nonzero()[:, 0] for at in kept.split([*sizes])]
 
 
 class Velocity:

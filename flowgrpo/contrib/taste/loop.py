@@ -8,7 +8,7 @@ learned, so that the user votes on it meanwhile. What the run trains depends on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -55,18 +55,15 @@ class Voter(Protocol):
 
     log: VoteLog
 
-    def ask(self, questions: Sequence[Question]) -> None:
-        """Add questions."""
+    def ask(self, questions: Sequence[Question]) -> None: ...
 
     def wait(self, batch: int, check: Callable[[], None]) -> dict[int, Vote] | None:
         """The votes on a batch once all of it has one, by places; None if the session ends before."""
 
-    def tell(self, **facts: Any) -> None:
-        """Show facts."""
+    def tell(self, **facts: Any) -> None: ...
 
     @property
-    def seconds_left(self) -> float | None:
-        """The seconds that are left; None without a limit."""
+    def seconds_left(self) -> float | None: ...
 
 
 class Taste:
@@ -108,12 +105,11 @@ def head_rewards(head: Head, features: Tensor) -> Tensor:
 
 
 def features_file(folder: Path, batch: int) -> Path:
-    """The file of a batch's features, "features" [questions, images, F]."""
     return folder / FEATURES / f"{batch:05d}.safetensors"
 
 
 def read_features(folder: Path, batch: int) -> Tensor:
-    """The features of a batch; raises UserError for those of an earlier version."""
+    """The features [questions, images, F] of a batch; raises UserError for those of an earlier version."""
     found = load_file(features_file(folder, batch))
     if "features" not in found:
         raise UserError(f"--resume: the session in {folder} is of an earlier version, whose features are others: begin "
@@ -157,7 +153,7 @@ class VotedEpochs(Extension):
         super().__init__(trainer)
         self.run, self.taste, self.voter, self.folder = trainer, taste, taste.voter, taste.folder
         self.queue: list[Drawn] = []
-        self.unasked: list[Drawn] = []  # of a checkpoint's queue
+        self.asked = True  # unless the queue is a checkpoint's
         self.belief: Belief | None = None
         self.metrics: Metrics = {}
         self.seconds_left = lambda: self.voter.seconds_left
@@ -179,9 +175,9 @@ class VotedEpochs(Extension):
         Stopped if the session ends before they have."""
         run = self.run
         batch, turn = divmod(run.epoch, self.taste.rounds)
-        for drawn in self.unasked:
+        for drawn in () if self.asked else self.queue:
             self.voter.ask(self._questions(drawn))
-        self.unasked = []
+        self.asked = True
         if self.belief is None and features_file(self.folder, 0).is_file():
             was, now = seen_by(self.folder), "".join(self.taste.sees)
             if was != now:
@@ -195,7 +191,6 @@ class VotedEpochs(Extension):
 
     @property
     def convinced(self) -> bool:
-        """True once the votes are evidence of a taste."""
         return self.belief is not None and self.belief.evidence >= self.taste.evidence
 
     def _learn(self, batch: int) -> None:
@@ -231,9 +226,8 @@ class VotedEpochs(Extension):
         drawn = [*self._sample_parts(prompts, run.epoch)]
         with run.clock("reward"):
             features = torch.cat([of for _, _, of, _ in drawn]).unflatten(0, (-1, group))
-            scores = head_rewards(unwrap(self.belief).head(), features) if self.convinced else \
-                torch.zeros(features.shape[:2])
-            scores = scores[..., None]
+            scores = (head_rewards(unwrap(self.belief).head(), features) if self.convinced else
+                      torch.zeros(features.shape[:2]))[..., None]
         batch = sampling.empty_batch(run, run.epoch)
         batch.add(prompts, scores, run.scoring.sum_rewards(scores))
         run.scoring.end_epoch()
@@ -275,8 +269,7 @@ class VotedEpochs(Extension):
         for _, _, of, outputs in self._sample_parts(prompts, epoch, turn=1):
             features.append(of.unflatten(0, (-1, group))[:, :SHOWN])
             for images in unwrap(outputs).split(group):
-                for file, image in zip(self._files(batch, "q", place, min(SHOWN, group)), images):
-                    _write(file, image)
+                self._write(self._files(batch, "q", place, min(SHOWN, group)), images)
                 place += 1
         atomic.make_folder(self.folder / FEATURES)
         with atomic.replacing(features_file(self.folder, batch)) as file:
@@ -308,12 +301,17 @@ class VotedEpochs(Extension):
                 base = images(0)
         policy.evaluations = before
         for place in range(count):
-            for file, image in zip(self._files(batch, "c", place, 2), (base[place], now[place])):
-                _write(file, image)
+            self._write(self._files(batch, "c", place, 2), (base[place], now[place]))
         return [prompt.text for prompt in prompts]
 
     def _files(self, batch: int, kind: str, place: int, count: int) -> tuple[Path, ...]:
         return tuple(self.folder / IMAGES / f"{batch:04d}-{kind}{place:02d}-{shown}.png" for shown in range(count))
+
+    def _write(self, files: Iterable[Path], images: Iterable[Tensor]) -> None:
+        """Write images [3, H, W] as PNGs, without waiting for the disk: a resumed run draws a lost one again."""
+        (self.folder / IMAGES).mkdir(parents=True, exist_ok=True)
+        for file, image in zip(files, images):
+            as_image(image).save(file, format="PNG", compress_level=1)
 
     def _questions(self, drawn: Drawn) -> list[Question]:
         shown = min(SHOWN, self.run.config.train.group)
@@ -346,13 +344,7 @@ class VotedEpochs(Extension):
         self.queue = [*takewhile(lambda drawn: all(file.is_file() and file.stat().st_size
                                                    for question in self._questions(drawn) for file in question.files),
                                  (Drawn(**entry) for entry in waiting))]
-        self.unasked = [*self.queue]
-
-
-def _write(file: Path, image: Tensor) -> None:
-    """Write an image [3, H, W] as a PNG, without waiting for the disk: a resumed run draws a lost one again."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    as_image(image).save(file, format="PNG", compress_level=1)
+        self.asked = False
 
 
 Taste.brings = VotedEpochs

@@ -132,8 +132,8 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
     if belief is None or not (trained or belief.convinced):
         return {}
     # The head as a folder that `--reward` takes.
-    head = belief.head()
-    network, width = DenoiserHead(None, len(head.weight)), len(head.weight)
+    head, width = belief.head(), len(belief.scale)
+    network = DenoiserHead(None, width)
     network.scale.copy_(head.scale)
     network.weight.copy_(head.weight)
     about = {"kind": DENOISER, "model": config.model, "call": config.call, "width": width, "evidence": True,

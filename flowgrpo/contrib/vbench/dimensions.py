@@ -210,7 +210,8 @@ class VBench:
                 "dimension": self.dimension, "videos": asked, "device": resolve_device(self.device)}))
             done = self._run([str(CHILD), str(folder)])
             if done.returncode or not (folder / "answer.json").is_file():
-                raise RuntimeError(f"vbench failed on {self.dimension}: {_last(done.stderr)}")
+                last = next(reversed(done.stderr.strip().splitlines()), "no message")
+                raise RuntimeError(f"vbench failed on {self.dimension}: {last[:300]}")
             return json.loads((folder / "answer.json").read_text())
 
     def _run(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -235,8 +236,3 @@ def write(path: Path, clip: np.ndarray, fps: float) -> None:
     for frame in clip:
         writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue, green, red
     writer.release()
-
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else "no message"
