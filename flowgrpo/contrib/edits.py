@@ -54,9 +54,8 @@ class EditJudge(Asking):
                  ) -> list[float | None | Failed]:
         rows = [row for row, entry in enumerate(metadata) if sources(entry)[1]]
         shown: Any = [outputs[row] for row in rows]
-        given = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        scores = self._pointwise(shown, *given, self._combine_axes)
-        values = dict(zip(rows, scores))
+        values = dict(zip(rows, self._pointwise(shown, [prompts[row] for row in rows], [metadata[row] for row in rows],
+                                                self._combine_axes)))
         return [values.get(row) for row in range(len(prompts))]
 
     def _combine_axes(self, answer: Answer) -> float | None:

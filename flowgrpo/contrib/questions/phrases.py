@@ -26,21 +26,17 @@ INSTALL = "pip install spacy && python -m spacy download en_core_web_sm"
 @dataclass(frozen=True)
 class Phrases:
     """Noun phrases of prompts, as T2I-CompBench finds them: by spaCy's `model`, loaded at the first prompt that needs
-    it.
-
-    key: metadata key of a prompt's own phrases, a list of texts; they come first.
-    """
+    it. Those of a prompt's metadata `noun_phrases`, a list of texts, come first."""
 
     model: str = "en_core_web_sm"
-    key: str = "noun_phrases"
 
     def noun_phrases(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
         """Raises UserError for metadata that are no list of texts, and without spaCy."""
-        if self.key not in metadata:
+        if "noun_phrases" not in metadata:
             return [chunk.text for chunk in self._read(prompt).noun_chunks]
-        phrases = metadata[self.key]
+        phrases = metadata["noun_phrases"]
         if not isinstance(phrases, list) or not all(isinstance(phrase, str) for phrase in phrases):
-            raise UserError(f"the metadata of the prompt {prompt!r} has {self.key} {phrases!r}: expected a list of "
+            raise UserError(f"the metadata of the prompt {prompt!r} has noun_phrases {phrases!r}: expected a list of "
                             "strings")
         return phrases
 
@@ -60,7 +56,7 @@ class Phrases:
         except (ImportError, OSError) as error:
             reason = " ".join(str(error).split())[:100]
             raise UserError(f"reward 't2i_compbench': no spaCy model {self.model} ({reason}): {INSTALL}; or give "
-                            f"each prompt the metadata {self.key}: [...]") from None
+                            "each prompt the metadata noun_phrases: [...]") from None
 
 
 def relation(prompt: str) -> str | None:
