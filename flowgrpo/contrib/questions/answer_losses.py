@@ -27,7 +27,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.starter.scene import read
-from flowgrpo.rollouts.data_losses import DataLosses, Example, condition_prompt, seed_of
+from flowgrpo.rollouts.data_losses import DataLosses, Example, seed_of
 from flowgrpo.starter import lattice, scenes
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -98,8 +98,7 @@ def sample_questions(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Ten
         for _ in range(part.questions):
             pair = of_scene(image, dice) if part.reader == "scene" else of_claims(prompt, dice)
             if pair is not None:
-                read_as = condition_prompt(part.condition, Example(Prompt(pair[0]), ""))
-                found.append(Asked(row, read_as.text, pair[1]))
+                found.append(Asked(row, part.condition.format(prompt=pair[0], source=""), pair[1]))
     return found
 
 

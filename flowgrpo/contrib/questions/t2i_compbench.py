@@ -203,7 +203,15 @@ class T2ICompBench:
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        judged = [self._judgements(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        judged: list[list[str]] = []  # of each prompt, the judgements of which its score is the mean
+        for prompt, entry in zip(prompts, metadata):
+            dimension = self._dimension(entry)
+            if dimension != "complex":
+                judged.append([JUDGEMENTS[dimension]] if dimension in JUDGEMENTS else [])
+            elif relation(prompt) is None:  # it names no place, and so an action
+                judged.append(["attributes", "actions"])
+            else:
+                judged.append(["attributes", "spatial"] + ["actions"] * bool(entry.get("action")))
         values: list[list[float]] = [[] for _ in prompts]
         for name, judge in (("attributes", self._attributes), ("spatial", self._places), ("numeracy", self._numbers),
                             ("actions", self._actions)):
@@ -215,16 +223,6 @@ class T2ICompBench:
 
     def _dimension(self, entry: dict[str, Any]) -> Any:
         return self.dimension or entry.get(self.key)
-
-    def _judgements(self, prompt: str, entry: dict[str, Any]) -> tuple[str, ...]:
-        """Judgements of which a prompt's score is the mean. A complex prompt has an action if it names no place, or if
-        its metadata's `action` is true."""
-        dimension = self._dimension(entry)
-        if dimension != "complex":
-            return (JUDGEMENTS[dimension],) if dimension in JUDGEMENTS else ()
-        if relation(prompt) is None:
-            return "attributes", "actions"
-        return ("attributes", "spatial", "actions") if entry.get("action") else ("attributes", "spatial")
 
     def _attributes(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         phrases = [self.phrases.noun_phrases(prompt, entry)[:MOST] for prompt, entry in zip(prompts, metadata)]

@@ -169,8 +169,8 @@ class Staleness(Extension):
             drawn = run.with_oom_retry(partial(self._sample_batch, epoch, batch))
         else:
             whole = run.with_oom_retry(partial(self.pool.draw, epoch))
-            prompts = [of.prompt for of in whole]
-            versions = torch.cat([of.group.versions[of.group.token_mask] for of in whole])  # of weights, by token
+            prompts = [prompt for prompt, _ in whole]
+            versions = torch.cat([group.versions[group.token_mask] for _, group in whole])  # of weights, by token
             drawn = Drawn(epoch, run.epoch, int(versions.min()), prompts, prompts,
                           older=(int((versions < run.optimization.update).sum()), len(versions)))
             for part, outputs in self.pool.parts(whole):

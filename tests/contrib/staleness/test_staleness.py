@@ -319,8 +319,8 @@ def test_the_ratio_of_a_continued_completion_uses_the_stored_log_probabilities()
     staleness.pool.draw = lambda epoch: taken.extend(draw(epoch)) or taken
     drawn = staleness.draw_epoch()
     parts, conditioning = drawn.parts, drawn.conditioning
-    stored = torch.cat([of.group.logp for of in taken])
-    versions = torch.cat([of.group.versions for of in taken])
+    stored = torch.cat([group.logp for _, group in taken])
+    versions = torch.cat([group.versions for _, group in taken])
     at = 0
     for part in parts:
         [completions] = part.transitions
@@ -366,17 +366,17 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
     first = sampling.choose_prompts(made, 0)[0].text
     made.policy.sample = drawn
     whole = loop.extension(made, "Staleness").pool.draw(0)
-    assert first not in [of.prompt.text for of in whole] and len(whole) == 2 and sum(rounds) == 6
-    [left] = loop.extension(made, "Staleness").pool.groups
-    assert left.prompt.text == first and left.group.lengths.tolist() == [2, 2] and not left.group.ended.any()
+    assert first not in [prompt.text for prompt, _ in whole] and len(whole) == 2 and sum(rounds) == 6
+    [(prompt, left)] = loop.extension(made, "Staleness").pool.groups
+    assert prompt.text == first and left.lengths.tolist() == [2, 2] and not left.ended.any()
 
 
 def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
     made, other = partial_trainer(), partial_trainer()
     next_epochs(made, 2)
     tiny_runs.resume(made, other, tmp_path)
-    [waiting] = loop.extension(other, "Staleness").pool.groups
-    assert not waiting.group.whole and 0 < waiting.group.lengths.min()
+    [(_, waiting)] = loop.extension(other, "Staleness").pool.groups
+    assert not waiting.whole and 0 < waiting.lengths.min()
     assert next_epochs(made, 2) == next_epochs(other, 2)
     assert made.progress.saved_counters == other.progress.saved_counters
     assert_same_weights(made, other)
