@@ -191,12 +191,14 @@ def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
 
     alone: the same samples, from a request each. ratios: [b,K], of the replay.
     """
-    first = torch.stack([sample.states[0] for sample in samples]).flatten(1)
+    first, own = (torch.stack([sample.states[0] for sample in of]).flatten(1) for of in (samples, alone))
+    # The sample with the same noise among those drawn alone; None of an engine whose noise depends on the request.
+    places = [next((place for place, other in enumerate(own) if torch.equal(row, other)), None) for row in first]
     if len(first.unique(dim=0)) < len(first):
         one, other = next((one, other) for one, other in combinations(range(len(first)), 2)
                           if torch.equal(first[one], first[other]))
         yield f"repeated seed: samples {one} and {other} of {len(first)} have one initial noise"
-    elif (places := _places(first, alone)) is not None and places != list(range(len(first))):
+    elif None not in places and places != [*range(len(first))]:
         moved = next(place for place, of in enumerate(places) if of != place)
         yield f"shuffled batch: sample {moved} of a request of {micro_batch} is sample {places[moved]} of those that " \
               "come one by one"
@@ -245,21 +247,16 @@ def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
         row = int((fits != part.prompts.cpu()).int().argmax())  # the first that fits another, if any
         yield f"shuffled batch: sample {row}, of prompt {int(part.prompts[row])}, was drawn for prompt " \
               f"{int(fits[row])}", float(each.amin(0).max())
-    for shift in SHIFTS:
-        for grid in _grids(policy, spec.steps, shift):
+    for shift in SHIFTS:  # of plain sigmas, and of those of the pipeline's scheduler
+        grids, scheduler = [shift_grid(spec.steps, shift).float()], copy.deepcopy(policy.stock)
+        if hasattr(scheduler, "set_shift") and not scheduler.config.get("use_dynamic_shifting"):
+            scheduler.set_shift(shift)
+            scheduler.set_timesteps(spec.steps)
+            grids.append(stock(scheduler, spec.steps))
+        for grid in grids:
             if not torch.allclose(grid, spec.grid, atol=1e-4):
                 yield f"wrong sigma: the engine draws on sigmas of the shift {shift:g} and sends others", \
                     largest(replace(part, exploration=replace(spec, grid=grid)))
-
-
-def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]:
-    """Yield the sigmas [steps+1] of a shift: plain ones, and those of the pipeline's scheduler."""
-    yield shift_grid(steps, shift).float()
-    scheduler = copy.deepcopy(policy.stock)
-    if hasattr(scheduler, "set_shift") and not scheduler.config.get("use_dynamic_shifting"):
-        scheduler.set_shift(shift)
-        scheduler.set_timesteps(steps)
-        yield stock(scheduler, steps)
 
 
 @torch.no_grad()
@@ -276,14 +273,6 @@ def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, sam
             gaps.append((own - sent).square().mean())
             sizes.append(own.square().mean())
     return float(torch.stack(gaps).mean().sqrt()), float(torch.stack(sizes).mean().sqrt())
-
-
-def _places(first: Tensor, alone: Sequence[Sample]) -> list[int] | None:
-    """For each initial state [b,n] the sample with the same one among those drawn alone; None where one has
-    none, as of an engine whose noise depends on the request."""
-    own = torch.stack([sample.states[0] for sample in alone]).flatten(1)
-    same = [[place for place, other in enumerate(own) if torch.equal(row, other)] for row in first]
-    return [places[0] for places in same] if all(same) else None
 
 
 # --- LoRAs ------------------------------------------------------------------------------------------------------------

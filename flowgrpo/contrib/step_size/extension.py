@@ -42,11 +42,6 @@ FASTEST = 2.0  # factor by which one later update changes the rate
 HIGHEST = 1.0  # learning rate at most
 
 
-def rounding(read: float, signal: float) -> float:
-    """Floor f of what is read of a step, sqrt(signal^2 + f^2)."""
-    return math.sqrt(max(read**2 - signal**2, 0.0))
-
-
 def step_factor(signal: Measure, target: float, most: float = math.inf, known: float | None = None
                 ) -> tuple[float, float]:
     """Factor of a step with which its signal is the target, and this signal.
@@ -132,7 +127,7 @@ class Calibration:
             factor, signal, scaled = 1.0, known, False
         else:
             factor, signal, scaled = *step_factor(read, target, most, known), True
-        self.floor = rounding(measure(factor), signal)
+        self.floor = math.sqrt(max(measure(factor)**2 - signal**2, 0.0))
         if scaled:
             self.scale, self.moved = self.scale * factor, self.target
         elif target * self.reach > self.floor:  # else the schedule has left nothing that can be read
