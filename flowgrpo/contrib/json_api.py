@@ -110,9 +110,9 @@ def value_at(value: Any, path: str, whose: str) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            what = f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}" \
-                if isinstance(value, dict) else f"a list of {len(value)}" if isinstance(value, list) else \
-                f"a value of type {type(value).__name__}"
+            what = f"a list of {len(value)}" if isinstance(value, list) else f"a value of type {type(value).__name__}"
+            if isinstance(value, dict):
+                what = f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}"
             raise Failed(f"{whose} has no {path!r}: {part!r} is not in {what}")
     return value
 

@@ -48,8 +48,8 @@ class Influence(AdvantageRule):
         known = run.memory.get("influence", {})
         fits = len(known.get("after", [])) == len(weights)
         if not fits or known["epoch"] != run.epoch:
-            known = run.memory["influence"] = {"epoch": run.epoch, "before": known["after"] if fits else
-                                               weights.tolist()}
+            before = known["after"] if fits else weights.tolist()
+            known = run.memory["influence"] = {"epoch": run.epoch, "before": before}
         return weights.new_tensor(known["before"])
 
 

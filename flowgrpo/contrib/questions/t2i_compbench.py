@@ -238,7 +238,7 @@ class T2ICompBench:
                                 if self._dimension(entry) == "complex" else None)
                   for prompt, entry in zip(prompts, metadata)]
         found = self._detect(images, [claim[1:] if claim else () for claim in claims])
-        return [in_place(seen, *self._detector_labels(claim[1:]), claim[0], max(images.shape[-2:])) if claim else 0.0
+        return [in_place(seen, self._detector_labels(claim[1:]), claim[0], max(images.shape[-2:])) if claim else 0.0
                 for claim, seen in zip(claims, found)]
 
     def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
@@ -264,10 +264,10 @@ class T2ICompBench:
         return [table.get(name, name) for name in names]
 
 
-def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:
+def in_place(seen: Sequence[Detection], names: Sequence[str], words: str, side: int) -> float:
     """Score of two objects and their relation: a quarter of each one's detection score and half of the relation's
     credit; 0 if that is below a half. side: the longer one of the image, in pixels."""
-    first, second = (next((each for each in seen if each.label == name), None) for name in (one, other))
+    first, second = (next((each for each in seen if each.label == name), None) for name in names)
     score = sum(0.25 * each.score for each in (first, second) if each is not None)
     if first is not None and second is not None:
         score += relation_score(first.box, second.box, words, side) / 2
