@@ -76,7 +76,7 @@ def box(label: str, score: float, left: int, top: int = 0) -> Detection:
     ([box("dog", 0.9, 300), box("dog", 0.8, 0), box("cat", 0.6, 200)], 0),  # the surest dog counts
 ])
 def test_two_objects_in_place(seen, score):
-    assert in_place(seen, "dog", "cat", "on the left of", 480) == pytest.approx(score)
+    assert in_place(seen, ["dog", "cat"], "on the left of", 480) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("seen, score", [
