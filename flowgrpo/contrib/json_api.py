@@ -241,8 +241,14 @@ class Http:
 
             try:
                 body = as_json(WHO, "a request", self._template.fill(outputs[row], prompts[row], metadata[row]))
-                answer = self._service.try_urls(attempt)
-                return _number(value_at(answer, self.answer, f"{WHO}: its answer"))
+                value = value_at(self._service.try_urls(attempt), self.answer, f"{WHO}: its answer")
+                if value is None:
+                    return None
+                if not isinstance(value, (bool, int, float)) or not abs(value) <= LARGEST:
+                    # An answer's own text is in no message, since it may hold what was sent.
+                    raise Failed(f"{WHO}: its answer has a value of type {type(value).__name__} for a score: expected "
+                                 "a finite number, true, false or null")
+                return float(value)
             except TimedOut:
                 raise
             except Failed as failed:
@@ -266,16 +272,6 @@ class Http:
             raise Failed(f"{WHO}: {message}")
         after = headers.get("retry-after")
         raise Later(message, seconds(after)) if after else Unanswered(message)
-
-
-def _number(value: Any) -> float | None:
-    """Score; an answer's own text is in no message, since it may hold what was sent."""
-    if value is None:
-        return None
-    if not isinstance(value, (bool, int, float)) or not abs(value) <= LARGEST:
-        raise Failed(f"{WHO}: its answer has a value of type {type(value).__name__} for a score: expected a finite "
-                     "number, true, false or null")
-    return float(value)
 
 
 def _json(body: bytes) -> Any:

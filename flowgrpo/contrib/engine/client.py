@@ -242,7 +242,10 @@ class Engine:
         if (prompt := answer.get("prompt")) != request.prompt:
             raise EngineError("shuffled batch", f"{self.url} sent a sample of {str(prompt)[:60]!r}, asked for "
                               f"{request.prompt[:60]!r}: the server mixes up its requests")
-        trajectory, debug = (self._object(answer, key) for key in ("dit_trajectory", "rollout_debug_tensors"))
+        for key in ("dit_trajectory", "rollout_debug_tensors"):
+            if not isinstance(value := answer.get(key) or {}, dict):
+                raise EngineError("answer", f"{self.url} sent {_kind(value)} as {key}, expected an object")
+        trajectory, debug = answer.get("dit_trajectory") or {}, answer.get("rollout_debug_tensors") or {}
         states, logp, sigmas = (self._tensor(of.get(key), key) for of, key in (
             (trajectory, "latents"), (answer, "rollout_log_probs"), (trajectory, "sigmas")))
         # Check everything that arithmetic would take in silence: order, number, shape, finite values.
@@ -264,12 +267,6 @@ class Engine:
                 raise EngineError("answer", f"{self.url} sent means or outputs of the shape {list(tensor.shape)}, "
                                             f"expected {list(whole)}, all finite")
         return Sample(states, logp.float(), sigmas.float(), *further)
-
-    def _object(self, answer: dict[str, Any], key: str) -> dict[str, Any]:
-        value = answer.get(key) or {}
-        if not isinstance(value, dict):
-            raise EngineError("answer", f"{self.url} sent {_kind(value)} as {key}, expected an object")
-        return value
 
     def _tensor(self, value: Any, name: str, floats: bool = True) -> Tensor:
         """Tensor of an answer: bytes of safetensors, or their base64 of earlier releases."""
