@@ -18,7 +18,7 @@ from flowgrpo.parts import AtLeast, part
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.state import record_of, tensors_of, within
+from flowgrpo.training.state import record_of, restore_part, tensors_of, within
 
 
 @part("replay")
@@ -171,18 +171,12 @@ class ReplayedGroups(Extension):
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         self.groups = []
         for number, entry in enumerate(values.get("groups", ())):
-            transitions, advantages, totals = [], [], []
-            for k, (kind, step) in enumerate(entry["steps"]):
-                prefix = f"{number}.{k}."
-                given = within(tensors, prefix)
-                advantages.append(given.pop("advantage"))
-                totals.append(given.pop("reward"))
-                transitions.append(record_of(kind, step, given))
-            specs = self.trainer.rollouts.explorations(entry["epoch"])
-            part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
-                        specs[0] if specs else None, tuple(transitions), (), tuple(advantages),
-                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]},
-                        left_out=(0,) * entry.get("left_out", 0))
+            own, steps = within(tensors, f"{number}."), range(len(entry["steps"]))
+            advantages, totals = (tuple(own.pop(f"{k}.{name}") for k in steps) for name in ("advantage", "reward"))
+            own["prompts"] = torch.zeros(len(advantages[0]), dtype=torch.int64)
+            part = restore_part(own, entry | {"groups": [0, 1], "finals": 0}, self.trainer.rollouts, entry["epoch"])
+            part = replace(part, advantages=advantages, rewards=totals, weights=dict(entry["weights"]),
+                           left_out=(0,) * entry.get("left_out", 0))
             [prompt] = of_records([entry["prompt"]])
             prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
