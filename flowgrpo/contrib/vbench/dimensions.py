@@ -138,7 +138,7 @@ PERCENT = ("imaging_quality",)  # out of 100 in the package, divided in VBench's
 LONGEST = 150  # characters of a prompt in a file's name
 USUAL = 8.0  # frames per second of videos whose rate is not known
 CHILD = Path(__file__).with_name("vbench_child.py")
-INSTALL = "python -m venv vbench && vbench/bin/pip install vbench"
+INSTALL = "python -m venv vbench && vbench/bin/pip install vbench, and give args: {python: vbench/bin/python}"
 
 
 @built_in("vbench", "quality benchmark")
@@ -176,8 +176,7 @@ class VBench:
         vars(self)["python"] = self.python or sys.executable
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])
         if found.returncode:
-            raise UserError(f"reward 'vbench': {self.python} has no package vbench: {INSTALL}, and give args: "
-                            "{python: vbench/bin/python}")
+            raise UserError(f"reward 'vbench': {self.python} has no package vbench: {INSTALL}")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]], fps: float | None = None) -> list[float | None]:
@@ -219,8 +218,7 @@ class VBench:
         try:
             return subprocess.run([self.python, *arguments], capture_output=True, text=True, timeout=self.seconds)
         except OSError as error:
-            raise UserError(f"reward 'vbench': {self.python} does not run ({error.strerror}): {INSTALL}, and give "
-                            "args: {python: vbench/bin/python}") from None
+            raise UserError(f"reward 'vbench': {self.python} does not run ({error.strerror}): {INSTALL}") from None
 
 
 def write(path: Path, clip: np.ndarray, fps: float) -> None:
