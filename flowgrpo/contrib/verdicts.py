@@ -102,12 +102,6 @@ class Corrected(OfOne):
         return (scores[:, 0] - self.false_positive) / (1 - self.false_positive - self.false_negative)
 
 
-def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
-    """Word n-grams of a text in lower case; of a shorter text, all its words."""
-    words = text.casefold().split()
-    return {tuple(words[i:i + n]) for i in range(max(1, len(words) - n + 1))}
-
-
 def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
     """1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised over
     the group's failures; 0 without a success: [G]. success: bool [G]. apart: distances between samples [G, G]."""
@@ -161,7 +155,7 @@ class Progress(OfOne):
             return (features[:, None] - features[None]).norm(dim=-1)
         from flowgrpo.text.rewards.embeddings import likeness
 
-        words = [ngrams(text, 1) for text in outputs]
+        words = [{(word,) for word in text.casefold().split()} for text in outputs]
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
 
 
