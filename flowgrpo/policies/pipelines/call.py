@@ -28,7 +28,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, 
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
-from flowgrpo.policies.weights.forwards import FUSED, modules_of, plain, replaced
+from flowgrpo.policies.weights.forwards import modules_of, plain, replaced
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
@@ -62,7 +62,7 @@ class PipelineCall:
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self.fps = rate_of(pipe, call, fps) if is_video(type(pipe)) else None
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kinds = type(pipe), class_on_device(type(pipe), device)
+        self._kind = class_on_device(type(pipe), device)  # of the pipeline during a call
         self._guiders = guiders(pipe)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
@@ -143,7 +143,10 @@ class PipelineCall:
         given |= {"return_dict": False, self.scale: guidance} | options
         given |= schedule(self.accepts, guidance, given.get("num_inference_steps", 0))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._ours(encode, self.stock if task is None else self.scheduler))
+            stack.callback(setattr, self.pipe, "__class__", type(self.pipe))
+            self.pipe.__class__ = self._kind
+            stack.enter_context(replaced("scheduler", (self.pipe, self.stock if task is None else self.scheduler)))
+            stack.enter_context(replaced("encode_prompt", (self.pipe, encode)))
             if self._guiders:
                 stack.enter_context(guided(self._guiders, guidance, task, self.scheduler.idle if task else 0))
             for context in self._contexts(conditioning, task, options.get("generator")):
@@ -158,18 +161,6 @@ class PipelineCall:
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
-
-    @contextlib.contextmanager
-    def _ours(self, encode: Callable, scheduler: Any) -> Iterator[None]:
-        """Context manager: the pipeline has this scheduler and `encode_prompt`, and knows its device."""
-        pipe, (stock, ours) = self.pipe, self._kinds
-        pipe.scheduler, pipe.encode_prompt, pipe.__class__ = scheduler, encode, ours
-        try:
-            yield
-        finally:
-            pipe.__class__ = stock
-            pipe.scheduler = self.stock
-            del pipe.encode_prompt
 
     def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
                   ) -> Iterator[contextlib.AbstractContextManager]:
@@ -236,15 +227,9 @@ def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Gener
     return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
-@contextlib.contextmanager
-def disable_safety_checker(pipe: Any) -> Iterator[None]:
+def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    checker = vars(pipe).get("safety_checker")
-    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
-    try:
-        yield
-    finally:
-        vars(pipe)["safety_checker"] = checker
+    return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
 
 
 @contextlib.contextmanager
@@ -312,20 +297,12 @@ def until_set(scheduler: Any) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def plain_on_cpu(device: torch.device) -> Iterator[None]:
+def plain_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Context manager: attention is `plain` if `device` is a CPU.
 
     Rollout and replay both run inside, so that they agree.
     """
-    if device.type != "cpu":
-        yield
-        return
-    F.scaled_dot_product_attention = plain
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = FUSED
+    return replaced("scaled_dot_product_attention", *[(F, plain)] * (device.type == "cpu"))
 
 
 # --- a state that a pipeline does not take as it is ------------------------------------------------------------------
@@ -403,6 +380,9 @@ class EncoderCache:
 
     def _once(self, name: str, method: Callable) -> Callable:
         def one(*args: Any, **kwargs: Any) -> Any:
+            # Row by row, so that an image is encoded once whatever the batch that it comes in.
+            if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
+                return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])
             key = digest((name, args, kwargs))
             if key not in self._known:
                 self._known[key] = method(*args, **kwargs)
@@ -410,13 +390,7 @@ class EncoderCache:
             while len(self._known) > SIZE:
                 self._known.popitem(last=False)
             return self._known[key]
-
-        def encode_once(*args: Any, **kwargs: Any) -> Any:
-            # Row by row, so that an image is encoded once whatever the batch that it comes in.
-            if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
-                return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])
-            return one(*args, **kwargs)
-        return encode_once
+        return one
 
 
 def join(parts: list[Any]) -> Any:
