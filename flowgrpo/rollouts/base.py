@@ -81,17 +81,8 @@ class GroupSampler(Generic[C]):
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Seeds of a turn, by the places of prompts among those of all processes, each of which has `prompts` of them.
         turn: how often the epoch has drawn before; its seeds follow those of the turns before."""
-        first, shape = self.processes.rank * prompts, self.geometry
-        if shape.slices == 1:
-            return seeder(self.config.seed, epoch, turn * self.config.train.prompts + first)
-        seed = seeder(self.config.seed, epoch)
-
-        def of_slice(place: int, sample: int) -> int:
-            """Seed of a sample of a slice; -1 is the noise that the samples of its group share."""
-            prompt, number = divmod(first + place, shape.slices)
-            return seed(prompt, sample if sample < 0 else number * shape.group + sample)
-
-        return of_slice
+        shape, before = self.geometry, turn * self.config.train.prompts if self.geometry.slices == 1 else 0
+        return seeder(self.config.seed, epoch, before + self.processes.rank * prompts, shape.slices, shape.group)
 
     def together(self, count: int) -> list[int]:
         """Number of groups, or of slices of groups, in each part of this process's `count`."""

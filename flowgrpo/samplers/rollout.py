@@ -258,13 +258,15 @@ def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
+def seeder(run_seed: int, epoch: int, first: int = 0, slices: int = 1, group: int = 0) -> Seed:
     """seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone, on any process. Sample -1 is
-    the first noise that a prompt's samples share. first: place of this process's first prompt among all."""
+    the first noise that a prompt's samples share. first: place of this process's first prompt among all. slices: of
+    each prompt's samples, `group` in each; places are then of slices, and samples are counted in them."""
 
-    def seed(prompt: int, sample: int) -> int:
-        key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
-        return fork_seed(*key)
+    def seed(place: int, sample: int) -> int:
+        prompt, number = divmod(first + place, slices)
+        sample += number * group if sample >= 0 else 0
+        return fork_seed(run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)
 
     return seed
 

@@ -93,15 +93,6 @@ class Segment:
         task = self if self.generators is None else replace(self, generators=self.generators[at])
         return task if self.rows is None else task.at_rows(self.rows[at], self.copies)
 
-    def deterministic_step(self, x: torch.Tensor, v: torch.Tensor, i: int,
-                           previous: torch.Tensor | None) -> torch.Tensor:
-        """State [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
-        if self.timesteps is not None:
-            assert isinstance(self.solver, Euler), self.solver
-            return DDIM(0.0)(x, v, self.grid, i).mean
-        solver = self.solver if i > max(self.stochastic, default=-1) else Euler()
-        return solver(x, v, self.grid, i, previous)
-
     @property
     def multistep(self) -> bool:
         """True if the solver reads the data predicted at the step before; a solver that does not say so does."""
@@ -133,12 +124,6 @@ class StepRecord:
     x0: torch.Tensor | None = None
     first: torch.Tensor | None = None
     last: torch.Tensor | None = None
-
-    @staticmethod
-    def merge(records: Sequence[StepRecord]) -> StepRecord:
-        """One record of several states that a pipeline denoises in parallel, flattened and concatenated."""
-        return records[0] if len(records) == 1 else _join(records, lambda values: torch.cat(
-            [value.flatten(1) for value in values], 1))
 
     @staticmethod
     def concatenate(records: Sequence[StepRecord]) -> StepRecord:
@@ -222,10 +207,10 @@ class PolicyScheduler:
 
     def take_record(self) -> StepRecord:
         """Record of the call, which the scheduler lets go; with companions, of all states in one [B,N]."""
-        record = StepRecord.merge([self.record, *(twin.record for twin in self.companions)])
-        self.record = StepRecord()
-        self.companions = []
-        return record
+        records = [self.record, *(twin.record for twin in self.companions)]
+        self.record, self.companions = StepRecord(), []
+        return records[0] if len(records) == 1 else _join(records, lambda values: torch.cat(
+            [value.flatten(1) for value in values], 1))
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
         """This scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
@@ -331,8 +316,12 @@ class PolicyScheduler:
             x_next = gaussian.sample(transition, noise_like(x, task.generators)).to(x.dtype)
             if i in task.recorded:
                 self.record.add(i, x, x_next, transition)
+        elif self.process == "vp":
+            assert isinstance(task.solver, Euler), task.solver
+            x_next = DDIM(0.0)(x, output, task.grid, i).mean.to(x.dtype)
         else:
-            x_next = task.deterministic_step(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
+            solver = task.solver if i > max(task.stochastic, default=-1) else Euler()
+            x_next = solver(x, output, task.grid, i, self._own(self.record.x0, x)).to(x.dtype)
         if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next

@@ -103,7 +103,7 @@ class Line:
         x = noise_like(torch.empty(len(conditioning.prompts), 3), generators) if latents is None else latents
         for i in task.steps:
             assert i not in task.stochastic
-            x = task.deterministic_step(x, self.w.detach() * x, i, None)
+            x = task.solver(x, self.w.detach() * x, task.grid, i, None)
         return x, StepRecord()
 
 
