@@ -244,8 +244,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             # Rewards of samples beside the part's own.
             if self.method.credit.progress is not None:
                 part = self._score_predictions(part, conditioning, judge)
-            if self.method.credit.advantage.reads_baseline:
-                part = self._score_baselines(part, conditioning, judge)
+            if self.method.credit.advantage.reads_baseline:  # of the deterministic sample from each initial noise
+                before = self.policy.evaluations
+                with self.clock("rollout"), self.old_policy.drawing():
+                    finals, prompts, at = deterministic(self.policy, conditioning, part, self.geometry.micro_batch)
+                self.count(self.policy.evaluations - before)
+                rewards = self._score_states(finals, prompts, conditioning, judge, 1).flatten()
+                part = part.with_measured(baseline=rewards[at])
             with self.clock("decode"):
                 images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
                             for final in part.finals]
@@ -305,15 +310,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             values.append(totals.flatten().repeat_interleave(leaves // len(taken.x)))
         let_go = tuple(replace(taken, clean=None) for taken in transitions)
         return replace(part, transitions=let_go).with_measured(predicted=torch.stack(values, 1))
-
-    def _score_baselines(self, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
-        """Part with the reward of the deterministic sample from every leaf's initial noise."""
-        before = self.policy.evaluations
-        with self.clock("rollout"), self.old_policy.drawing():
-            finals, prompts, at = deterministic(self.policy, conditioning, part, self.geometry.micro_batch)
-        self.count(self.policy.evaluations - before)
-        rewards = self._score_states(finals, prompts, conditioning, judge, 1).flatten()
-        return part.with_measured(baseline=rewards[at])
 
     def _score_states(self, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,
                       judge: TotalReward, together: int, names: tuple[str, ...] = ()) -> torch.Tensor:

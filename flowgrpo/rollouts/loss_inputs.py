@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,14 +27,10 @@ if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.edits import Editor
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
-LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen
+LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen  # the surrogate's third argument
+# (batch, k, rows, new, old) -> that of a batch of a part's replay.
+LossInputs: TypeAlias = Callable[[int, int, slice, Scored, Scored], LossInput]
 COLUMNS = 6  # process, part, step, statistic, advantage, group
-
-
-class LossInputs(Protocol):
-    """Give the surrogate's third argument for every batch of a part's replay."""
-
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> LossInput: ...
 
 
 class NoisedInputs:

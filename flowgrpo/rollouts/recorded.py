@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 
 import torch
 
@@ -24,39 +25,20 @@ from flowgrpo.samplers.reward_gradient import Value
 from flowgrpo.samplers.rollout import Part
 
 
-@dataclass(frozen=True)
-class Paired(Conditioning):
-    """Encoded prompts, and of each the files of its two images, the chosen one first."""
-
-    pairs: list[tuple[str, str]] = field(default_factory=list)
-
-    @classmethod
-    def with_pairs(cls, encoded: Conditioning, pairs: list[tuple[str, str]]) -> Paired:
-        values = {entry.name: getattr(encoded, entry.name) for entry in fields(Conditioning)}
-        return cls(**values, pairs=pairs)
-
-    def rows(self, index: torch.Tensor) -> Paired:
-        return Paired.with_pairs(super().rows(index), [self.pairs[i] for i in index.tolist()])
-
-
 class RecordedRollouts(DenoisingRollouts):
     """Pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
 
-    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
-                 processes: Processes, clock: PhaseTimer, first: Prompt):
-        super().__init__(config, policy, method, geometry, processes, clock, first)
-        if policy.modality != "image":
-            raise UserError(f"preferences is set, which brings images, but {type(policy.pipe).__name__} makes videos")
-        self.latents = ImageEncoder(policy)
+    @functools.cached_property
+    def latents(self) -> ImageEncoder:
+        return ImageEncoder(self.policy)
 
-    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Paired:
-        return Paired.with_pairs(super().conditioning(batch, epoch),
-                         [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
+        pairs = [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch]
+        return replace(super().conditioning(batch, epoch), pairs=pairs)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Yield the pairs of the prompts, with their images [b,3,H,W] as the files have them. judge, value: unused."""
-        assert isinstance(conditioning, Paired)
         self.old_policy.start_epoch(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
@@ -70,5 +52,8 @@ class RecordedRollouts(DenoisingRollouts):
 def make_rollouts(config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape, processes: Processes,
                   clock: PhaseTimer, first: Prompt) -> DenoisingRollouts:
     """Make what samples and replays a pipeline. first: a prompt, with which its own grid is read."""
-    kind = RecordedRollouts if isinstance(method.target, RecordedPairs) else DenoisingRollouts
+    recorded = isinstance(method.target, RecordedPairs)
+    if recorded and policy.modality != "image":
+        raise UserError(f"preferences is set, which brings images, but {type(policy.pipe).__name__} makes videos")
+    kind = RecordedRollouts if recorded else DenoisingRollouts
     return kind(config, policy, method, geometry, processes, clock, first)

@@ -56,6 +56,7 @@ class Conditioning:
     (`padding.learn`); None: rows of different lengths need calls of their own.
     sizes: of each prompt's images; empty: of all those of the policy's `call`.
     scales: of each prompt's guidance, where it is sampled at a scale of its own; empty: the policy's.
+    pairs: of each prompt the files of its two recorded images, the chosen one first; empty: samples are drawn.
     learned: the same prompts as the loss reads them, for scores of the rollout; None: as these.
     """
 
@@ -71,6 +72,7 @@ class Conditioning:
     masks: padding.Masks | None = None
     sizes: list[Size] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
     learned: Conditioning | None = None
 
     def rows(self, index: torch.Tensor) -> Conditioning:
@@ -79,9 +81,11 @@ class Conditioning:
         Rows that differ in length are padded, or stay `parts`.
         """
         picked = index.tolist()
-        sizes, scales = ([values[i] for i in picked] if values else [] for values in (self.sizes, self.scales))
+        sizes, scales, pairs = ([each[i] for i in picked] if each else [] for each in (
+            self.sizes, self.scales, self.pairs))
         if self.parts:
-            return replace(concatenate([self.parts[i] for i in picked], self.masks), sizes=sizes, scales=scales)
+            return replace(concatenate([self.parts[i] for i in picked], self.masks), sizes=sizes, scales=scales,
+                           pairs=pairs)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
         def select(value: Any) -> Any:
@@ -94,7 +98,8 @@ class Conditioning:
         calls = tuple(tuple(select(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
         return replace(self, prompts=select(self.prompts), negatives=select(self.negatives), calls=calls, sizes=sizes,
-                       scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
+                       scales=scales, pairs=pairs,
+                       inputs={name: select(values) for name, values in self.inputs.items()})
 
     @cached_property
     def alone(self) -> bool:
@@ -113,9 +118,10 @@ class Conditioning:
         if self.one_per_call or self.mixed:
             return [range(row, row + 1) for row in range(count)]
         shapes = [part.shapes() for part in self.parts]
-        shared = [self.inputs[name] for name in SHARED if name in self.inputs]
+        shared = [[value if isinstance(value, (int, float)) else id(value) for value in self.inputs[name]]
+                  for name in SHARED if name in self.inputs]  # scales by their value, images as objects
         cuts = [row for row in range(1, count) if shapes and shapes[row] != shapes[row - 1]
-                or any(_differ(values[row - 1], values[row]) for values in shared)]
+                or any(values[row] != values[row - 1] for values in shared)]
         return [range(start, stop) for start, stop in itertools.pairwise([0, *cuts, count])]
 
     def arguments(self) -> dict[str, Any]:
@@ -155,10 +161,6 @@ class Conditioning:
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """Return the shapes of the values of all calls, in order; None for a value that is no tensor."""
         return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
-
-
-def _differ(one: Any, two: Any) -> bool:
-    return one is not two and not (isinstance(one, (int, float)) and one == two)
 
 
 def _size(image: Any) -> Any:
