@@ -83,20 +83,6 @@ class PipelineCall:
         self.heard: list[torch.Tensor] | None = None  # what calls give beside their clips, while somebody listens
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 
-    def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
-        """Find out whether the scheduler sees the state that is given as `latents`.
-
-        first: the state that it sees first in a call with the options that are given."""
-        self.loads = False
-        drawn = first(latents=None, generator=generators([0]))
-        try:
-            given = first(latents=drawn, generator=generators([1]))
-            self.loads = given.shape != drawn.shape or not torch.equal(given, drawn)
-        except (IndexError, RuntimeError, TypeError, ValueError):  # it wants another shape than its scheduler sees
-            self.loads = True
-        if self.loads and not self.scheduler.quirk.idle:
-            self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
-
     def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options: Any
                  ) -> tuple[Any, StepRecord | None]:
         """Call the pipeline, once, or for each row if it takes one alone, or if their images differ in size, or for
@@ -232,21 +218,12 @@ def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]
     return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
 
 
-@contextlib.contextmanager
-def silence_warnings() -> Iterator[None]:
+def silence_warnings() -> contextlib.AbstractContextManager[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    handlers = logging.getLogger("diffusers").handlers
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
-        handler.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for handler, level in zip(handlers, levels, strict=True):
-            handler.setLevel(level)
+    return replaced("level", *((handler, logging.ERROR) for handler in logging.getLogger("diffusers").handlers))
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:

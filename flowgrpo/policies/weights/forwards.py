@@ -53,20 +53,13 @@ def without_casts(layers: Iterable[Any]) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def folded(layers: Iterable[Any]) -> Iterator[None]:
+@torch.no_grad()
+def folded(layers: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """Context manager: LoRA layers with the forward of this module multiply by one matrix each, W + s B A in W's dtype,
     which is held beside W until the end. Weights that train meanwhile have no effect."""
-    layers = list(layers)
-    with torch.no_grad():
-        for layer in layers:
-            layer.folded = sum((layer.get_delta_weight(name).to(layer.weight.dtype) for name in layer.active_adapters
-                                if name in layer.lora_A), layer.weight)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.folded = None
+    return replaced("folded", *((layer, sum((layer.get_delta_weight(name).to(layer.weight.dtype)
+                                             for name in layer.active_adapters if name in layer.lora_A), layer.weight))
+                                for layer in layers))
 
 
 def _plain(layer: Any) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[H
         parts = [part for block in parts for part in block.modules() if part._parameters or part._buffers]
     groups = [HostWeights([part], device, deep=level == BLOCK) for part in parts]
     for part, group in zip(parts, groups):
-        _bring(part, group)
+        part.forward = _beside(part.forward, group)
     return groups
 
 
@@ -101,19 +101,17 @@ def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torc
         weights.hold()
 
 
-def _bring(part: torch.nn.Module, group: HostWeights) -> None:
-    """Make the group come before a module's forward, and leave behind it."""
-    forward = part.forward
-
-    @functools.wraps(forward)  # some pipelines test for an argument
+def _beside(call: Callable[..., Any], weights: Offloaded | HostWeights) -> Callable[..., Any]:
+    """`call` with weights that come before it, and leave behind it."""
+    @functools.wraps(call)  # some pipelines test for an argument
     def answer(*args: Any, **kwargs: Any) -> Any:
-        group.load()
+        weights.load()
         try:
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
-            group.offload()
+            weights.offload()
 
-    part.forward = answer
+    return answer
 
 
 def require_quantiser(weights: str) -> None:
@@ -171,19 +169,13 @@ class Encoders(Offloaded):
         encode, taken = pipe.encode_prompt, inspect.signature(pipe.encode_prompt)
 
         @functools.wraps(encode)
-        def encode_on_device(*args: Any, **kwargs: Any) -> Any:
-            if on_cpu:
-                given = taken.bind_partial(*args, **kwargs)
-                given.arguments |= {"device": torch.device("cpu")} if "device" in taken.parameters else {}
-                return tree_map_only(torch.Tensor, lambda value: value.to(self.device),
-                                     encode(*given.args, **given.kwargs))
-            self.load()
-            try:
-                return encode(*args, **kwargs)
-            finally:
-                self.offload()
+        def encode_on_cpu(*args: Any, **kwargs: Any) -> Any:
+            given = taken.bind_partial(*args, **kwargs)
+            given.arguments |= {"device": torch.device("cpu")} if "device" in taken.parameters else {}
+            return tree_map_only(torch.Tensor, lambda value: value.to(self.device),
+                                 encode(*given.args, **given.kwargs))
 
-        pipe.encode_prompt = encode_on_device
+        pipe.encode_prompt = encode_on_cpu if on_cpu else _beside(encode, self)
 
     def load(self) -> None:
         """Copy the encoders to the device, where `beside` gives them room."""
