@@ -84,27 +84,18 @@ class Trunk(nn.Module):
 
 
 class Headed(nn.Module):
-    """Trunk and one layer of `outputs` values on it, which are 0 everywhere at its start."""
+    """(x [B,*D], prompts [B,T,E]) -> `outputs` values of each of a latent's tokens, or of their mean if it is pooled:
+    one layer on a trunk, which are 0 everywhere at its start."""
 
-    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int):
+    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int, pooled: bool):
         super().__init__()
-        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs)
+        self.trunk, self.leave, self.pooled = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs), pooled
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
-
-class EditNetwork(Headed):
-    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]."""
-
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
-        return untokens(self.leave(self.trunk(x, prompts)), x)
-
-
-class Critic(Headed):
-    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image."""
-
-    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
-        return self.leave(self.trunk(x, prompts).mean(1))[:, 0]
+        hidden = self.trunk(x, prompts)
+        return self.leave(hidden.mean(1) if self.pooled else hidden)
 
 
 class Editor:
@@ -119,17 +110,17 @@ class Editor:
         self.edit, self.device, self.states = edit, torch.device(device), torch.device(states)
         self.sizes = {"channels": channels, "prompt": prompt}
         sizes = channels, prompt, edit.width, edit.depth
-        networks = {"edit": EditNetwork(*sizes, channels), "critic": Critic(*sizes, 1)}
+        networks = {"edit": Headed(*sizes, channels, pooled=False), "critic": Headed(*sizes, 1, pooled=True)}
         self.networks = nn.ModuleDict(networks).to(self.device)
 
     def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
                step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:
         """Return the mean of the decision at final states x [B,*D], called as a policy's replay."""
-        return self._forward("edit", conditioning, x)
+        return untokens(self._forward("edit", conditioning, x), x)
 
     def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         """Return the critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
-        return self._forward("critic", conditioning, x, frozen)
+        return self._forward("critic", conditioning, x, frozen)[:, 0]
 
     def _forward(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         network = self.networks[name]
