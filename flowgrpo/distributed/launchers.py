@@ -42,14 +42,6 @@ def _true(environment: Mapping[str, str], name: str) -> bool:
 def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
     """Take the keys of the recipe that stand for accelerate's configuration, and turn it off in the environment.
     Raises UserError for what a run cannot do."""
-    keys = accelerate_keys(environment)
-    for kind in accelerate_kinds(environment, (THEIRS,)):
-        environment.update({f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"})
-    return keys
-
-
-def accelerate_keys(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of the recipe that stand for accelerate's configuration. Raises UserError for what a run cannot do."""
     kinds = accelerate_kinds(environment)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if kind in kinds:
@@ -57,7 +49,10 @@ def accelerate_keys(environment: Mapping[str, str]) -> dict[str, Any]:
                             f"sharding, {PLAIN}")
     keys = _of_sizes(environment, "FSDP" in kinds) if "PARALLELISM_CONFIG" in kinds else \
         {"memory.shard": True} if "FSDP" in kinds else {}
-    return keys | (_of_fsdp(environment) if "FSDP" in kinds else {})
+    keys |= _of_fsdp(environment) if "FSDP" in kinds else {}
+    for kind in accelerate_kinds(environment, (THEIRS,)):
+        environment.update({f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"})
+    return keys
 
 
 def _of_fsdp(environment: Mapping[str, str]) -> dict[str, Any]:

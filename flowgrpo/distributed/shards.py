@@ -53,7 +53,7 @@ class Lockstep:
         within a part leaves alone: the others may wait in the denoiser, until `watch` ends them."""
         self.alike = self.meet(value)
         try:
-            yield self.meet if self.alike else _announce_nothing
+            yield self.meet if self.alike else lambda number: None  # calls are announced one by one
         except (Exception, GeneratorExit):  # the latter: an error ended the loop over the parts
             self.left = self.left or self.alike
             raise
@@ -87,10 +87,6 @@ class Lockstep:
         gathered = [torch.empty_like(call) for _ in range(distributed.get_world_size())]
         distributed.all_gather(gathered, call)
         return [(kind, step) for kind, step in (tensor.tolist() for tensor in gathered)]
-
-
-def _announce_nothing(number: int) -> None:
-    """Do nothing before a part whose calls are announced one by one."""
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -69,8 +69,8 @@ def test_shards_of_a_node_are_copied_from_node_to_node(tmp_path):
     environment = launched(tmp_path, FSDP2 | sizes(dp_shard=2, dp_replicate=2), 4)
     with pytest.raises(UserError, match="^launched with a ParallelismConfig of dp_replicate_size 2, but its shards of "
                                         "2 processes are not those of a node, 4: set dp_shard_size to 4, or"):
-        launchers.accelerate_keys(environment)
-    assert launchers.accelerate_keys(environment | {"LOCAL_WORLD_SIZE": "2"}) == {"memory.shard": "nodes"}
+        launchers.take_over(environment)
+    assert launchers.take_over(environment | {"LOCAL_WORLD_SIZE": "2"}) == {"memory.shard": "nodes"}
 
 
 @pytest.mark.parametrize("config, said", [

@@ -256,9 +256,9 @@ def test_a_run_of_one_process_cannot_be_sharded(folder, capsys):
 
 @pytest.mark.parametrize("size", ["1", "3"])
 def test_nodes_of_other_sizes_are_refused_in_one_line(size):
-    sharding.require("nodes", 4, {"LOCAL_WORLD_SIZE": "2"})
+    assert sharding.of_node(4, {"LOCAL_WORLD_SIZE": "2"}) == 2
     with pytest.raises(UserError, match=f"memory.shard is nodes, but of 4 processes this node has {size}"):
-        sharding.require("nodes", 4, {"LOCAL_WORLD_SIZE": size})
+        sharding.of_node(4, {"LOCAL_WORLD_SIZE": size})
 
 
 def test_scalars_and_weights_of_another_precision_than_most_stay_whole():

@@ -39,7 +39,13 @@ MOST = 0.9  # share of the memory that whole gradients may fill
 
 def check(setup: Setup) -> None:
     """Raise UserError if weights are to be sharded, but not by the run's processes."""
-    require(setup.config.memory.shard, setup.all_processes, os.environ)
+    shard, count = setup.config.memory.shard, setup.all_processes
+    if shard and count == 1:
+        raise UserError(f"memory.shard is {str(shard).lower()}, but the run has one process: launch several "
+                        "(accelerate launch --multi_gpu --num_processes N -m flowgrpo train RECIPE), or use "
+                        "memory.shard: false")
+    if shard == NODES:
+        of_node(count, os.environ)
 
 
 def require_shardable(setup: Setup) -> None:
@@ -66,18 +72,6 @@ def require_shardable(setup: Setup) -> None:
              "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
     require_compatible(setting, wrong, ", or memory.shard: false")
-
-
-def require(shard: bool | str, count: int, environment: Mapping[str, str]) -> None:
-    """Raise UserError if weights are to be sharded, but not by these processes. shard: `memory.shard`."""
-    if not shard:
-        return
-    setting = f"memory.shard is {shard if isinstance(shard, str) else 'true'}"
-    if count == 1:
-        raise UserError(f"{setting}, but the run has one process: launch several (accelerate launch --multi_gpu "
-                        "--num_processes N -m flowgrpo train RECIPE), or use memory.shard: false")
-    if shard == NODES:
-        of_node(count, environment)
 
 
 def of_node(count: int, environment: Mapping[str, str]) -> int:
