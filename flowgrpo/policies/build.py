@@ -109,7 +109,8 @@ def has_checker(config: Config) -> bool:
     """True if a configuration's model has a safety checker, which `load` leaves out."""
     from flowgrpo.policies.pipelines import load
 
-    return kind(config) == PIPELINE and load.has_checker(config.model, config.load)
+    return kind(config) == PIPELINE and load.has_checker(
+        load.read_index(load.config_source(config.model, config.load), config.load.revision))
 
 
 def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
@@ -123,21 +124,13 @@ def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
     return encoded_prompts.complete(config, prompts)
 
 
-def modality(loaded: Any) -> str:
-    from flowgrpo.policies.pipelines import load
-
-    return load.modality(loaded)
-
-
 def modality_ahead(config: Config, loaded: Any = None) -> str | None:
     """Modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
     if (of := kind(config, loaded)) != PIPELINE:
         return "image" if of == IMAGE_TOKENS else "text"
-    if loaded is not None:
-        return modality(loaded)
     from flowgrpo.policies.pipelines import load
 
-    return load.modality_ahead(config.model, config.load)
+    return load.modality_ahead(config.model, config.load) if loaded is None else load.modality(loaded)
 
 
 def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:

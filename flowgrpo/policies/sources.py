@@ -56,14 +56,13 @@ def is_file(model: str) -> bool:
 
 def base(model: str, files: Load) -> str:
     """Base model of a LoRA that was trained with these files, in words and Markdown."""
-    parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
-    parts += [f"its autoencoder from `{files.vae}`"] * (files.vae is not None)
-    parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
-    parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
+    beside = {"its denoiser from": files.denoiser, "its autoencoder from": files.vae,
+              "the ControlNet": files.controlnet, "the IP-Adapter": files.ip_adapter and files.ip_adapter.path}
+    parts = [f"{what} `{path}`" for what, path in beside.items() if path is not None]
     parts += [f"the textual inversion `{each.path}`" for each in files.inversions]
-    fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.loras_with_scales)
     parts += [f"the scheduler's {files.scheduler}"] if files.scheduler else []
-    return " with ".join(filter(None, (parts[0], " and ".join(parts[1:])))) + (f", fused with {fused}" if fused else "")
+    fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.loras_with_scales)
+    return f"`{model}`" + f" with {' and '.join(parts)}" * bool(parts) + f", fused with {fused}" * bool(fused)
 
 
 def require(model: str, files: Load, weights: str = "full") -> None:

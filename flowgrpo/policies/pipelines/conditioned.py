@@ -127,13 +127,6 @@ def has_ip_adapter(pipe: Any) -> bool:
                                      or getattr(part, "image_proj", None) is not None) for part in parts)
 
 
-def needs_last(pipe: Any) -> bool | None:
-    """Return True for a model that embeds a first and a last frame (Wan FLF2V), False for one that embeds the first
-    alone; None for one that embeds neither, or is of another kind."""
-    config = getattr(getattr(pipe, "transformer", None), "config", {})
-    return None if config.get("image_dim") is None else config.get("pos_embed_seq_len") is not None
-
-
 def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
     """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one. pipe: the
     pipeline; None before it is loaded, when the class of a local folder is imported only where a prompt has a file or
@@ -143,8 +136,11 @@ def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None)
         return
     cls = type(pipe) if pipe is not None else class_of(config)
     present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
+    # A model with `image_dim` embeds a first frame, and with `pos_embed_seq_len` (Wan FLF2V) a last one too.
+    embeds = getattr(getattr(pipe, "transformer", None), "config", {})
+    last = None if embeds.get("image_dim") is None else embeds.get("pos_embed_seq_len") is not None
     if cls is not None:
-        prompt_inputs.require(cls, prompts, config.call, present, None if pipe is None else needs_last(pipe))
+        prompt_inputs.require(cls, prompts, config.call, present, last)
 
 
 def class_of(config: Config) -> Any:

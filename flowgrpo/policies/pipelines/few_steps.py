@@ -151,15 +151,11 @@ def few_step_config(config: Config, facts: Facts) -> Config:
 
 def describe_changes(before: Config, after: Config) -> str:
     """Describe in words what `few_step_config` set; empty for nothing."""
-    pairs = [("method", before.method, after.method),
-             ("parts.kernel", before.parts.get("kernel"), after.parts.get("kernel"))]
+    pairs: list[tuple[str, object, object]] = [("method", before.method, after.method)]
+    if before.parts.get("kernel") != after.parts.get("kernel"):
+        pairs.append(("parts.kernel CPS", None, LEVEL))
     pairs += [(f"{name}.{key}", getattr(getattr(before, name), key), getattr(getattr(after, name), key))
               for name, keys in (("train", ("steps", "guidance", "grid")), ("eval", ("steps", "guidance")))
               for key in keys]
-    return ", ".join(f"{key} {_format_value(new)}" for key, old, new in pairs if old != new)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['type']} {value['level']:g}" if {"type", "level"} <= value.keys() else str(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{key} {new:g}" if isinstance(new, float) else f"{key} {new}"
+                     for key, old, new in pairs if old != new)

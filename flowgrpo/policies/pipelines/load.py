@@ -39,18 +39,7 @@ CHECKERS = ("StableDiffusionSafetyChecker", "IFSafetyChecker")  # that a pipelin
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
-def infer_pipeline(file: str) -> str:
-    """Return the hub id of the pipeline that diffusers infers from the names and shapes in a checkpoint.
-
-    Raises UserError for a file that is no safetensors file.
-    """
-    from diffusers.loaders.single_file_utils import fetch_diffusers_config
-
-    return str(fetch_diffusers_config(_shapes(file))["pretrained_model_name_or_path"])
-
-
 def _shapes(file: str) -> dict[str, torch.Tensor]:
-    """Return tensors of a safetensors file by name, with their shapes and without their values."""
     return {key: torch.empty(shape, device="meta") for key, (_, shape) in shapes_of(file).items()}
 
 
@@ -315,16 +304,14 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
 
 
 def config_source(model: str, files: Load) -> str:
-    """Return the folder or hub id of a model's configuration.
-
-    Raises UserError for a file that is not here or no safetensors file, without `load.config`.
+    """Return the folder or hub id of a model's configuration: of a checkpoint that which diffusers infers from the
+    names and shapes in it, without `load.config`. Raises UserError for one that is not here or no safetensors file.
     """
-    return files.config or infer_pipeline(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
+    if not sources.is_file(model):
+        return str(FOLDERS.get(model, model))
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
-
-def has_checker(model: str, files: Load = Load()) -> bool:
-    """Return True for a pipeline with a safety checker, by its model_index.json."""
-    return _has_checker(read_index(config_source(model, files), files.revision))
+    return files.config or str(fetch_diffusers_config(_shapes(model))["pretrained_model_name_or_path"])
 
 
 def read_index(source: str, revision: str | None = None) -> dict[str, Any]:
@@ -341,7 +328,8 @@ def read_index(source: str, revision: str | None = None) -> dict[str, Any]:
         raise
 
 
-def _has_checker(index: dict[str, Any]) -> bool:
+def has_checker(index: dict[str, Any]) -> bool:
+    """Return True for a pipeline with a safety checker, by its index."""
     value = index.get("safety_checker")
     return isinstance(value, (list, tuple)) and value[1] in CHECKERS
 
@@ -356,7 +344,7 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     parts: dict[str, Any] = {name: None for name, value in index.items()
                              if isinstance(value, list) and value[0] is None}
     names, whole = denoiser_names(index), sources.is_file(model)
-    if _has_checker(index) and not checker:
+    if has_checker(index) and not checker:
         parts |= {"safety_checker": None} | {key: False for key in index if key == "requires_safety_checker"}
     if only == DENOISERS:
         parts |= {name: None for name in index if name.startswith("text_encoder")}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
@@ -30,14 +31,13 @@ def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
     """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider, of tensors [...] and
     of tuples, lists and dicts (such as diffusers' output classes) that hold them; other values are those of `tuned`.
     Weights 0 and 1 return one of them bit for bit."""
-    if torch.is_tensor(tuned) and tuned.is_floating_point():
-        start, end = wide(base, tuned)
-        return torch.lerp(start, end, weight).to(tuned.dtype)
-    if isinstance(tuned, dict):
-        return type(tuned)(**{key: extrapolate(base[key], value, weight) for key, value in tuned.items()})
-    if isinstance(tuned, (tuple, list)):
-        return type(tuned)(extrapolate(*pair, weight) for pair in zip(base, tuned, strict=True))
-    return tuned
+    def between(first: Any, last: Any) -> Any:
+        if not torch.is_tensor(last) or not last.is_floating_point():
+            return last
+        start, end = wide(first, last)
+        return torch.lerp(start, end, weight).to(last.dtype)
+
+    return tree_map(between, base, tuned)
 
 
 def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> contextlib.AbstractContextManager[None]:

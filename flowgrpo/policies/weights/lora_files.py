@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -501,7 +501,15 @@ def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dic
     loaded = {f"{key}.{part}.{LIVE}.weight": getattr(layer, part)[INIT].weight.data.clone()
               for key, layer in layers.items() for part in ("lora_A", "lora_B", "lora_magnitude_vector")
               if INIT in getattr(layer, part)}
-    exact = dict(_tensors(path))
+    exact: dict[str, torch.Tensor] = {}
+    for file in lora_parts(path):
+        part = "" if path in (file, file.parent) else file.parent.name
+        if file.name == adapters.WEIGHTS and file != path:  # a language model's lies in the folder
+            exact |= {f"{part or 'model'}.{key.removeprefix(adapters.WRAPPED)}": value
+                      for key, value in tensors_of(file)[0].items()}
+        else:
+            exact |= {f"{part}.{key.partition('.')[2]}" if part else key: value
+                      for key, value in read(file).tensors.items()}
     values = {key: exact.get(key.replace(f".{LIVE}", ""), loaded[key]) for key in named if key in loaded}
     for key, layer in layers.items():
         own, live, up = layer.scaling[INIT], layer.scaling[LIVE], f"{key}.lora_B.{LIVE}.weight"
@@ -524,15 +532,3 @@ def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, 
             raise UserError(f"parts.reference.models {path}: got {got}, expected a folder of the trained model's "
                             f"weights with {key} in the shape {list(parameter.shape)}")
     return {key: values[key].float() for key in named}
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a path's files, with names that begin with their module's."""
-    for file in lora_parts(path):
-        part = "" if path in (file, file.parent) else file.parent.name
-        if file.name == adapters.WEIGHTS and file != path:
-            for key, value in tensors_of(file)[0].items():  # a language model's lies in the folder
-                yield f"{part or 'model'}.{key.removeprefix(adapters.WRAPPED)}", value
-        else:
-            for key, value in read(file).tensors.items():
-                yield f"{part}.{key.partition('.')[2]}" if part else key, value

@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import flowgrpo
+from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
@@ -145,7 +146,7 @@ def test_prompts_that_lack_a_file_or_bring_one_too_many_are_refused(name, inputs
         given["images"] = (given.pop("image"),)
     prompt = Prompt("p", inputs=Inputs(**given))
     with pytest.raises(UserError, match=re.escape(told)):
-        require(type(pipe), [prompt], last=conditioned.needs_last(pipe))
+        conditioned.require_prompts(Config(model="x"), [prompt], pipe)
 
 
 def test_a_mask_of_another_aspect_ratio_is_refused(files, masks, tmp_path):

@@ -104,7 +104,7 @@ def test_files_that_do_not_fit_are_told(tmp_path, monkeypatch):
     part = str(tmp_path / "part.safetensors")
     save_file({"proj_out.weight": torch.zeros(16, 16)}, part)
     (tmp_path / "broken.safetensors").write_text("nothing")
-    assert "broken.safetensors" in message(load.infer_pipeline, str(tmp_path / "broken.safetensors"))
+    assert "broken.safetensors" in message(load.config_source, str(tmp_path / "broken.safetensors"), Load())
     for file in (other, part):
         assert f"{file} " in message(load_pipeline, str(folder), files=Load(denoiser=file))
     assert "load.denoiser" in message(load_pipeline, part, files=Load(config=str(folder)))
@@ -127,7 +127,7 @@ def test_a_language_model_has_no_single_file(tmp_path):
     ("double_blocks.0.img_attn.norm.key_norm.scale", (2,), "black-forest-labs/FLUX.1-schnell"), ("a", (1,), "v1-5")])
 def test_the_pipeline_of_a_file_is_inferred_from_its_names(key, shape, repository, tmp_path):
     save_file({key: torch.zeros(shape)}, tmp_path / "x.safetensors")
-    assert repository in load.infer_pipeline(str(tmp_path / "x.safetensors"))
+    assert repository in load.config_source(str(tmp_path / "x.safetensors"), Load())
 
 
 def test_two_denoisers_take_no_file(tmp_path):
