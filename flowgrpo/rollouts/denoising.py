@@ -217,25 +217,19 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks
         at them. judge: also chooses the initial noises of a method with previews."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
-        lags = self.method.denoising.lag.most > 0
-        if lags:
-            self.old_policy.start_epoch(epoch)
-        drawing = self.old_policy.drawing if lags else nullcontext
+        self.old_policy.start_epoch(epoch)
         # A cheap preview chooses initial noises.
         if self.method.denoising.preview:
-            with drawing():
+            with self.old_policy.drawing():
                 seed = self._preview_seeds(conditioning, seed, judge)
         spent, parts = 0, self._sample(conditioning, epoch, seed, judge)
-
-        def draw() -> Part | None:
-            nonlocal spent
+        while True:
             before = self.policy.evaluations
-            with self.clock("rollout"), drawing():
+            with self.clock("rollout"), self.old_policy.drawing():
                 part = next(parts, None)
             spent += self.policy.evaluations - before
-            return part
-
-        for part in iter(draw, None):
+            if part is None:
+                break
             # The transitions that are trained; all processes do alike where they are scored now.
             learned = conditioning.learned or conditioning
             with nullcontext() if self.method.target.scores_sampling else self.processes.alike(

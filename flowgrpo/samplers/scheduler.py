@@ -192,7 +192,6 @@ class PolicyScheduler:
         self.leader = None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task = task
-        self.multistep = task.multistep
         self.record = StepRecord(x0=x0)
         return self.record
 
@@ -322,6 +321,6 @@ class PolicyScheduler:
         else:
             solver = task.solver if i > max(task.stochastic, default=-1) else Euler()
             x_next = solver(x, output, task.grid, i, self._own(self.record.x0, x)).to(x.dtype)
-        if self.multistep:
+        if task.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next
