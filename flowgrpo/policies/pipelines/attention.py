@@ -4,8 +4,8 @@ team of processes shares the tokens of its rows (Ulysses).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,19 +108,16 @@ def enable(denoisers: Iterable[Any], members: int, device: torch.device) -> None
             raise UserError(f"memory.context_parallel is {members}, but {name} has {heads} attention heads, which "
                             f"{members} processes cannot share evenly: use a divisor")
         module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=members, mesh=mesh))
-        module.forward = _of_whole_tokens(module.forward, name, members)
+        module.forward = _of_whole_tokens(name, members)(module.forward)
 
 
-def _of_whole_tokens(forward: Callable[..., Any], name: str, members: int) -> Callable[..., Any]:
-    """Return the forward with a UserError where the members do not divide the tokens of a row."""
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except AssertionError as error:
-            if "divisible by mesh size" not in str(error):
-                raise
-            raise UserError(f"memory.context_parallel is {members}, which does not divide the tokens of {name}: set "
-                            "another image.height, width or frames, or use a divisor") from None
-
-    return run
+@contextlib.contextmanager
+def _of_whole_tokens(name: str, members: int) -> Iterator[None]:
+    """Context manager and decorator: UserError where the members do not divide the tokens of a row."""
+    try:
+        yield
+    except AssertionError as error:
+        if "divisible by mesh size" not in str(error):
+            raise
+        raise UserError(f"memory.context_parallel is {members}, which does not divide the tokens of {name}: set "
+                        "another image.height, width or frames, or use a divisor") from None

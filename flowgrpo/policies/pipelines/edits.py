@@ -218,8 +218,11 @@ class EditPolicy(PipelinePolicy):
         output_type: "latent" for latents, not decoded.
         The bases are the stock pipeline's; the first is drawn from the row's own generator.
         """
+        seeds = [generator.initial_seed() for generator in generators]
+        candidates = [generators, *(self.generators(fork_seed(seed, 3, k) for seed in seeds)
+                                    for k in range(1, self.editor.edit.candidates))]
         drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
-                 for candidate in self._candidates(generators)]
+                 for candidate in candidates]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
         chosen, _ = latent_edits.on_the_fly(self.editor, conditioning, bases)
         return (chosen.float() if output_type == "latent" else self.decode(chosen, conditioning)).cpu()
@@ -227,11 +230,6 @@ class EditPolicy(PipelinePolicy):
     def attach(self) -> None:
         """Make the commands that draw with this pipeline draw by this policy (`edit_policy_of`)."""
         setattr(self.pipe, _ATTACHED, self)
-
-    def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
-        seeds = [generator.initial_seed() for generator in generators]
-        return [generators, *(self.generators(fork_seed(seed, 3, k) for seed in seeds)
-                              for k in range(1, self.editor.edit.candidates))]
 
 
 def over(pipe: Any, edit: Edit | Path, call: dict[str, Any]) -> EditPolicy:

@@ -168,20 +168,15 @@ def _kind(stock: Any, blocks: Any) -> type:
         block(self, inside)
         return tuple(inside.get(param.name) for param in _read(block))
 
-    def register_modules(self: Any, **parts: Any) -> None:
-        self.register_components(**parts)
-
-    def set_progress_bar_config(self: Any, **_: Any) -> None:
-        """Do nothing: `drivable` has switched all of them off."""
-
     made = blocks()
     schedulers = [part.name for part in made.expected_components if part.name.endswith("scheduler")]
     if len(schedulers) > 1:
         raise UserError(f"{stock.__name__} steps with {' and '.join(schedulers)}: in one step parts of its state, such "
                         "as images and sound, have noise levels of their own, and a transition here has one")
     # Some loops have to give the output of their last step, and some unpack the state that the scheduler sees.
-    body: dict[str, Any] = {"needs_step": True, "register_modules": register_modules, "__module__": stock.__module__,
-                            "set_progress_bar_config": set_progress_bar_config}
+    body: dict[str, Any] = {"needs_step": True, "register_modules": stock.register_components,
+                            "__module__": stock.__module__,
+                            "set_progress_bar_config": lambda self, **_: None}  # `drivable` has switched them off
     if TEXT in made.sub_blocks:
         body["encode_prompt"] = torch.no_grad()(encode_prompt)
     # Left out are inputs that start a loop in its middle, from a noisy image, for which there are pipelines of their

@@ -4,9 +4,10 @@ parts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[H
         parts = [part for block in parts for part in block.modules() if part._parameters or part._buffers]
     groups = [HostWeights([part], device, deep=level == BLOCK) for part in parts]
     for part, group in zip(parts, groups):
-        part.forward = _beside(part.forward, group)
+        part.forward = _there(group)(part.forward)
     return groups
 
 
@@ -101,17 +102,14 @@ def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torc
         weights.hold()
 
 
-def _beside(call: Callable[..., Any], weights: Offloaded | HostWeights) -> Callable[..., Any]:
-    """`call` with weights that come before it, and leave behind it."""
-    @functools.wraps(call)  # some pipelines test for an argument
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        weights.load()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            weights.offload()
-
-    return answer
+@contextlib.contextmanager
+def _there(weights: Offloaded | HostWeights) -> Iterator[None]:
+    """Context manager and decorator: weights come before what is inside, and leave behind it."""
+    weights.load()
+    try:
+        yield
+    finally:
+        weights.offload()
 
 
 def require_quantiser(weights: str) -> None:
@@ -175,7 +173,7 @@ class Encoders(Offloaded):
             return tree_map_only(torch.Tensor, lambda value: value.to(self.device),
                                  encode(*given.args, **given.kwargs))
 
-        pipe.encode_prompt = encode_on_cpu if on_cpu else _beside(encode, self)
+        pipe.encode_prompt = encode_on_cpu if on_cpu else _there(self)(encode)
 
     def load(self) -> None:
         """Copy the encoders to the device, where `beside` gives them room."""
