@@ -5,5 +5,5 @@ from __future__ import annotations
 from flowgrpo.domains import Domain, Place
 
 DOMAIN = Domain(processes=("flow", "vp"), kinds={"pipeline": "flow"},
-                rollouts=Place("flowgrpo.rollouts.recorded:make_rollouts"),
+                rollouts=Place("flowgrpo.rollouts.denoising:make_rollouts"),
                 memory=Place("flowgrpo.training.memory:memory"))

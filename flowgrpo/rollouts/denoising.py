@@ -7,6 +7,7 @@ Samples beside those that are trained are scored here too: previews, clean predi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
+from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
@@ -353,3 +355,39 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
         weights = self.method.loss.step_weight(lambda x, v, grid, i: of[i].transition(x, v, grid, i), grid, steps)
         return dict(zip(steps, weights.tolist()))
+
+
+class RecordedRollouts(DenoisingRollouts):
+    """Recorded pairs in place of samples, under a method that trains finals: nothing is drawn, and all else stays.
+    The group of a prompt is its pair, encoded once."""
+
+    @functools.cached_property
+    def latents(self) -> ImageEncoder:
+        return ImageEncoder(self.policy)
+
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
+        pairs = [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch]
+        return replace(super().conditioning(batch, epoch), pairs=pairs)
+
+    def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
+               value: reward_gradient.Value | None = None, turn: int = 0
+               ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
+        """Yield the pairs of the prompts, with their images [b,3,H,W] as the files have them. judge, value: unused."""
+        self.old_policy.start_epoch(epoch)
+        seed = self.seeds(epoch, turn, len(conditioning.prompts))
+        for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
+            with self.clock("encode"):
+                latents, images = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))
+                                          for p in groups for path in conditioning.pairs[p]))
+            part = Part(groups, prompts, None, (), (torch.cat(latents).to(self.policy.device),))
+            yield self.target.record(part, conditioning, epoch, seed), [torch.stack(images)]
+
+
+def make_rollouts(config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape, processes: Processes,
+                  clock: PhaseTimer, first: Prompt) -> DenoisingRollouts:
+    """Make what samples and replays a pipeline. first: a prompt, with which its own grid is read."""
+    recorded = isinstance(method.target, targets.RecordedPairs)
+    if recorded and policy.modality != "image":
+        raise UserError(f"preferences is set, which brings images, but {type(policy.pipe).__name__} makes videos")
+    kind = RecordedRollouts if recorded else DenoisingRollouts
+    return kind(config, policy, method, geometry, processes, clock, first)
