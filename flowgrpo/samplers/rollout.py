@@ -299,11 +299,8 @@ C = TypeVar("C", bound=EncodedPrompts, contravariant=True)
 class Replayer(Protocol[C]):
     """Model whose transitions can be scored again. device: of its forwards. states: of recorded states."""
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def states(self) -> torch.device: ...
+    device: torch.device
+    states: torch.device
 
     def replay(self, conditioning: C, x: Tensor, grid: Tensor, step: int | Tensor, timesteps: Tensor | None = None
                ) -> Tensor:
