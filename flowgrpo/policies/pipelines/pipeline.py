@@ -71,8 +71,9 @@ class PipelinePolicy:
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trainable_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
-        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained,
-                                            self._subtract_evaluations, fps)
+        self.driver = driver = PipelineCall(  # an idle step omits rows that were counted
+            pipe, self.call, self.device, self.dtype, trained,
+            lambda rows: setattr(self, "evaluations", self.evaluations - rows), fps)
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
@@ -155,9 +156,6 @@ class PipelinePolicy:
             conditioning = self.encode_prompt(plain, self.guidance)
             self.probe(conditioning)
         return conditioning
-
-    def _subtract_evaluations(self, rows: int) -> None:
-        self.evaluations -= rows
 
     @torch.no_grad()
     def probe(self, conditioning: Conditioning) -> None:

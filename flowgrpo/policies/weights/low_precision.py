@@ -23,11 +23,6 @@ UNIT = 16  # both sides of a weight are multiples of it: the products of every l
 LOWEST = {"nvfp4": (10, 0), "fp8": (8, 9), "int8": (0, 0)}
 
 
-def lowest_precision(capability: tuple[int, int]) -> str:
-    """Lowest precision whose products a GPU of this compute capability computes; (0, 0): another device."""
-    return next(precision for precision, lowest in LOWEST.items() if capability >= lowest)
-
-
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device, (0, 0) of another one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -38,8 +33,9 @@ def resolve_auto(precision: str, device: torch.device) -> str:
     other precision itself."""
     if precision != "auto":
         return precision
-    here = device.type == "cuda" and present("torchao")
-    return lowest_precision(capability(device)) if here else "full"
+    if device.type != "cuda" or not present("torchao"):
+        return "full"
+    return next(name for name, lowest in LOWEST.items() if capability(device) >= lowest)
 
 
 def notice(precision: str, device: torch.device) -> str | None:

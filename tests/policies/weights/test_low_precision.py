@@ -12,7 +12,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.low_precision import (
     _quantise,
     form,
-    lowest_precision,
     notice,
     require_low_precision,
     resolve_auto,
@@ -68,8 +67,9 @@ def test_a_preview_differs_little_and_leaves_the_weights_as_they_were(policy, pr
 @pytest.mark.parametrize("capability, precision", [
     ((0, 0), "int8"), ((7, 5), "int8"), ((8, 0), "int8"), ((8, 6), "int8"), ((8, 9), "fp8"), ((9, 0), "fp8"),
     ((10, 0), "nvfp4"), ((10, 3), "nvfp4"), ((12, 0), "nvfp4")])
-def test_the_precision_that_suits_a_gpu_follows_from_its_compute_capability(capability, precision):
-    assert lowest_precision(capability) == precision
+def test_the_precision_that_suits_a_gpu_follows_from_its_compute_capability(capability, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_auto("auto", torch.device("cuda")) == precision
 
 
 @pytest.mark.parametrize("capability, refused", [((8, 0), ["fp8", "nvfp4"]), ((9, 0), ["nvfp4"]), ((10, 0), [])])
