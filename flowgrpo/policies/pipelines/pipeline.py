@@ -25,7 +25,7 @@ from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.pipelines.load import modality, trainable_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, split_arguments, watch
-from flowgrpo.policies.pipelines.rlg import Teachers, rl_guidance
+from flowgrpo.policies.pipelines.rlg import Teachers, inside, rl_guidance
 from flowgrpo.policies.weights import forwards, memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute_forwards, supports_checkpointing
 from flowgrpo.policies.weights.forwards import modules_of, replaced
@@ -360,7 +360,7 @@ class PipelinePolicy:
             with contextlib.nullcontext() if weight else self.reference(), torch.no_grad():
                 yield
             return
-        bases = {module: self.weights.base()(module.forward) for module in self.denoisers.values()}
+        bases = {module: inside(self.weights.base, module.forward) for module in self.denoisers.values()}
         before = self.evaluations
         with rl_guidance(bases, weight), torch.no_grad():
             yield

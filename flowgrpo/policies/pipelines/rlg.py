@@ -57,6 +57,14 @@ def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> context
     return replaced("forward", *blended)
 
 
+def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with state():
+            return forward(*args, **kwargs)
+    return run
+
+
 @dataclass(frozen=True, eq=False)
 class Branches:
     """Tuned stock pipeline and its base. first: the original denoisers, by name, if the base is not a LoRA switched
@@ -87,7 +95,7 @@ class Branches:
             if module is not first:
                 bases[module] = first
             elif name in layers:  # otherwise tuning did not change it
-                bases[module] = disable_adapters(layers[name])(module.forward)
+                bases[module] = inside(functools.partial(disable_adapters, layers[name]), module.forward)
         return bases
 
     @contextlib.contextmanager
