@@ -166,60 +166,49 @@ def _hunyuan(pipeline: str, **transformer: Any) -> Published:
         {"tokenizer": 1024, "tokenizer_2": 77})
 
 
-def _ltx2() -> Published:
-    """scripts/convert_ltx2_to_diffusers.py of diffusers: version 2.0."""
-    connector = {"num_attention_heads": 30, "attention_head_dim": 128, "num_layers": 2, "num_learnable_registers": 128}
-    connectors = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()}
-    spatial = {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024),
-               "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}  # else twice as much each
+def _ltx(heads: int, layers: int, transformer: dict[str, Any], connectors: dict[str, Any], vae: dict[str, Any],
+         vocoder: str, encoder: Part, grid: dict[str, Any]) -> Published:
+    """scripts/convert_ltx2_to_diffusers.py of diffusers. heads, layers: of the connectors."""
+    of_both = {"num_attention_heads": heads, "num_layers": layers, "num_learnable_registers": 128}
     return Published("LTX2Pipeline", {
-        "transformer": ("LTX2VideoTransformer3DModel", {"rope_type": "split"}),
+        "transformer": ("LTX2VideoTransformer3DModel", {"rope_type": "split"} | transformer),
         "connectors": ("pipelines.ltx2.LTX2TextConnectors", connectors | {
+            f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in of_both.items()} | {
             "caption_channels": 3840, "text_proj_in_factor": 49, "connector_rope_base_seq_len": 4096,
             "rope_theta": 10000.0, "rope_double_precision": True, "causal_temporal_positioning": False,
-            "rope_type": "split"}),
-        "vae": ("AutoencoderKLLTX2Video", spatial), "audio_vae": ("AutoencoderKLLTX2Audio", {}),
-        "vocoder": ("pipelines.ltx2.vocoder.LTX2Vocoder", {}), "text_encoder": GEMMA3_12B,
-        "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05,
-                             "shift_terminal": 0.1})},
-        {"tokenizer": 1024})
+            "rope_type": "split", "video_connector_attention_head_dim": 128}),
+        "vae": ("AutoencoderKLLTX2Video", vae | {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}),
+        "audio_vae": ("AutoencoderKLLTX2Audio", {}), "vocoder": (f"pipelines.ltx2.vocoder.{vocoder}", {}),
+        "text_encoder": encoder, "scheduler": (FLOW, grid)}, {"tokenizer": 1024})
 
 
-def _ltx25() -> Published:
-    """scripts/convert_ltx2_to_diffusers.py of diffusers: version 2.5, whose parts have 35.03B weights, as published. A
-    head that predicts a clip's length is left out."""
-    gated = {f"{kind}{key}": True for kind in ("", "audio_") for key in ("gated_attn", "cross_attn_mod")}
-    connector = {"num_attention_heads": 32, "num_layers": 8, "num_learnable_registers": 128}
-    connectors = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()}
-    spatial = {"block_out_channels": (256, 512, 1024, 1024), "decoder_block_out_channels": (256, 512, 512, 1024),
-               "layers_per_block": (4, 6, 4, 2, 2), "decoder_layers_per_block": (4, 6, 4, 2, 2),
-               "decoder_spatio_temporal_scaling": (True,) * 4, "decoder_inject_noise": (False,) * 5,
-               "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-               "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2),
-               "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
-    return Published("LTX2Pipeline", {
-        "transformer": ("LTX2VideoTransformer3DModel", gated | {
-            "rope_type": "split", "use_prompt_embeddings": False, "perturbed_attn": True, "ff_bias": False,
-            "use_keyframes_abs_pos_embedding": True}),
-        "connectors": ("pipelines.ltx2.LTX2TextConnectors", connectors | {
-            "caption_channels": 3840, "text_proj_in_factor": 49, "video_connector_attention_head_dim": 128,
-            "audio_connector_attention_head_dim": 64, "video_gated_attn": True, "audio_gated_attn": True,
-            "connector_rope_base_seq_len": 4096, "rope_theta": 10000.0, "rope_double_precision": True,
-            "causal_temporal_positioning": False, "rope_type": "split", "per_modality_projections": True,
-            "video_hidden_dim": 4096, "audio_hidden_dim": 2048, "proj_bias": True}),
-        "vae": ("AutoencoderKLLTX2Video", spatial), "audio_vae": ("AutoencoderKLLTX2Audio", {}),
-        "vocoder": ("pipelines.ltx2.vocoder.LTX2VocoderWithBWE", {}), "text_encoder": GEMMA4_12B,
-        "scheduler": (FLOW, {})},  # of the distilled transformer, whose sigmas are given
-        {"tokenizer": 1024})
+# scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b and klein-9b
+def _klein(layers: int, single: int, heads: int, width: int, encoder: Part, **options: Any) -> Published:
+    return Published("Flux2KleinPipeline", {
+        "transformer": ("Flux2Transformer2DModel", {
+            "num_layers": layers, "num_single_layers": single, "num_attention_heads": heads,
+            "joint_attention_dim": width, "guidance_embeds": False}),
+        "vae": ("AutoencoderKLFlux2", {}), "text_encoder": encoder,
+        "scheduler": FLUX_GRID}, {"tokenizer": 512}, options)  # grid not confirmed; the pipeline computes the shift
 
 
-# scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b
-_KLEIN_4B: dict[str, Part] = {
-    "transformer": ("Flux2Transformer2DModel", {
-        "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
-        "guidance_embeds": False}),
-    "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_4B_HEAD,
-    "scheduler": FLUX_GRID}  # not confirmed; the pipeline computes the shift
+def _sdxl(size: int, scheduler: str, spacing: str) -> Published:
+    return Published("StableDiffusionXLPipeline", {
+        "unet": ("UNet2DConditionModel", _XL | {"sample_size": size}), "vae": KL_XL, "text_encoder": CLIP_L,
+        "text_encoder_2": CLIP_G, "scheduler": (scheduler, _SD_BETAS | {"timestep_spacing": spacing})},
+        {"tokenizer": 77, "tokenizer_2": 77})
+
+
+def _qwen_image(pipeline: str = "QwenImagePipeline", processor: str | None = None) -> Published:
+    return Published(pipeline, {
+        "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
+        "scheduler": QWEN_GRID}, {"tokenizer": 131072}, processor=processor)
+
+
+def _z_image(shift: float) -> Published:
+    return Published("ZImagePipeline", {
+        "transformer": ("ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has it
+        "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": shift})}, {"tokenizer": 131072})
 
 
 MODELS: dict[str, Published] = {
@@ -229,18 +218,8 @@ MODELS: dict[str, Published] = {
             "text_encoder": CLIP_L, "scheduler": ("PNDMScheduler", _SD_BETAS | {"skip_prk_steps": True})},
         # Its safety checker, a CLIP ViT-L of 0.6 GB, is left out.
         {"tokenizer": 77}, {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}),
-    "stabilityai/stable-diffusion-xl-base-1.0": Published(
-        "StableDiffusionXLPipeline", {
-            "unet": ("UNet2DConditionModel", _XL | {"sample_size": 128}),
-            "vae": KL_XL, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G,
-            "scheduler": ("EulerDiscreteScheduler", _SD_BETAS | {"timestep_spacing": "leading"})},
-        {"tokenizer": 77, "tokenizer_2": 77}),
-    "stabilityai/sdxl-turbo": Published(
-        "StableDiffusionXLPipeline", {
-            "unet": ("UNet2DConditionModel", _XL | {"sample_size": 64}), "vae": KL_XL, "text_encoder": CLIP_L,
-            "text_encoder_2": CLIP_G,
-            "scheduler": ("EulerAncestralDiscreteScheduler", _SD_BETAS | {"timestep_spacing": "trailing"})},
-        {"tokenizer": 77, "tokenizer_2": 77}),
+    "stabilityai/stable-diffusion-xl-base-1.0": _sdxl(128, "EulerDiscreteScheduler", "leading"),
+    "stabilityai/sdxl-turbo": _sdxl(64, "EulerAncestralDiscreteScheduler", "trailing"),
     "stabilityai/stable-diffusion-3.5-medium": Published(
         "StableDiffusion3Pipeline", {
             "transformer": ("SD3Transformer2DModel", {
@@ -256,18 +235,10 @@ MODELS: dict[str, Published] = {
         {"tokenizer": 77, "tokenizer_2": 256}),
     "black-forest-labs/FLUX.1-Kontext-dev": Published(
         "FluxKontextPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
-    "black-forest-labs/FLUX.2-klein-base-4B": Published("Flux2KleinPipeline", _KLEIN_4B, {"tokenizer": 512}),
-    "black-forest-labs/FLUX.2-klein-4B": Published(
-        "Flux2KleinPipeline", _KLEIN_4B, {"tokenizer": 512}, {"is_distilled": True}),
-    # scripts/convert_flux2_to_diffusers.py of diffusers: klein-9b and flux2-dev
-    "black-forest-labs/FLUX.2-klein-base-9B": Published(
-        "Flux2KleinPipeline", {
-            "transformer": ("Flux2Transformer2DModel", {
-                "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288,
-                "guidance_embeds": False}),
-            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_8B_HEAD,
-            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
-        {"tokenizer": 512}),
+    "black-forest-labs/FLUX.2-klein-base-4B": _klein(5, 20, 24, 7680, QWEN3_4B_HEAD),
+    "black-forest-labs/FLUX.2-klein-4B": _klein(5, 20, 24, 7680, QWEN3_4B_HEAD, is_distilled=True),
+    "black-forest-labs/FLUX.2-klein-base-9B": _klein(8, 24, 32, 12288, QWEN3_8B_HEAD),
+    # scripts/convert_flux2_to_diffusers.py of diffusers: flux2-dev
     "black-forest-labs/FLUX.2-dev": Published(
         "Flux2Pipeline", {
             "transformer": ("Flux2Transformer2DModel", {}), "vae": ("AutoencoderKLFlux2", {}),
@@ -292,16 +263,8 @@ MODELS: dict[str, Published] = {
             "transformer": ("ChromaTransformer2DModel", {}), "vae": KL_FLUX, "text_encoder": T5_XXL,
             "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
         {"tokenizer": 512}),
-    "Qwen/Qwen-Image": Published(
-        "QwenImagePipeline", {
-            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
-            "scheduler": QWEN_GRID},
-        {"tokenizer": 131072}),
-    "Qwen/Qwen-Image-2512": Published(  # its parts are those of Qwen-Image; no file of its own was read
-        "QwenImagePipeline", {
-            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
-            "scheduler": QWEN_GRID},
-        {"tokenizer": 131072}),
+    "Qwen/Qwen-Image": _qwen_image(),
+    "Qwen/Qwen-Image-2512": _qwen_image(),  # its parts are those of Qwen-Image; no file of its own was read
     # Sizes are the defaults of diffusers' classes: 7.1B and 32 layers, as published.
     "Qwen/Qwen-Image-2.1": Published(
         "QwenImage21Pipeline", {
@@ -338,30 +301,15 @@ MODELS: dict[str, Published] = {
                 "text_in_dim": 3072}),
             "vae": ("AutoencoderKLFlux2", {}), "text_encoder": MINISTRAL_3B, "scheduler": (FLOW, {"shift": 4.0})},
         {"tokenizer": 131072}),
-    "Qwen/Qwen-Image-Edit-2509": Published(
-        "QwenImageEditPlusPipeline", {
-            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
-            "scheduler": QWEN_GRID},
-        {"tokenizer": 131072}, processor="Qwen2VLProcessor"),
+    "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline", "Qwen2VLProcessor"),
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": Published(
         "SanaPipeline", {
             "transformer": ("SanaTransformer2DModel", {"caption_channels": 2304, "sample_size": 16}), "vae": DC_AE,
             "text_encoder": GEMMA2_2B,
-            "scheduler": ("DPMSolverMultistepScheduler", {"prediction_type": "flow_prediction",
-                                                          "use_flow_sigmas": True, "flow_shift": 3.0})},
+            "scheduler": ("DPMSolverMultistepScheduler", _unipc(3.0)[1])},
         {"tokenizer": 8192}),
-    "Tongyi-MAI/Z-Image-Turbo": Published(
-        "ZImagePipeline", {
-            "transformer": ("ZImageTransformer2DModel", {
-                "axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has this size
-            "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": 3.0})},
-        {"tokenizer": 131072}),
-    "Tongyi-MAI/Z-Image": Published(
-        "ZImagePipeline", {
-            "transformer": ("ZImageTransformer2DModel", {
-                "axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has this size
-            "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": 6.0})},  # shift not confirmed
-        {"tokenizer": 131072}),
+    "Tongyi-MAI/Z-Image-Turbo": _z_image(3.0),
+    "Tongyi-MAI/Z-Image": _z_image(6.0),  # not confirmed
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_WAN_1B),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_WAN_14B, shift=5.0),  # not confirmed; the recipe sets its own grid
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _wan(_WAN_14B, _WAN_14B, boundary_ratio=0.875),
@@ -372,8 +320,24 @@ MODELS: dict[str, Published] = {
                 "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
             "scheduler": _unipc(5.0), "vae": WAN22_VAE, "text_encoder": UMT5_XXL},
         {"tokenizer": 512}, {"expand_timesteps": True}),
-    "Lightricks/LTX-2": _ltx2(),
-    "Lightricks/LTX-2.5-Diffusers": _ltx25(),
+    "Lightricks/LTX-2": _ltx(
+        30, 2, {}, {"audio_connector_attention_head_dim": 128},
+        {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024)},
+        "LTX2Vocoder", GEMMA3_12B,
+        {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}),
+    # Its parts have 35.03B weights, as published. A head that predicts a clip's length is left out.
+    "Lightricks/LTX-2.5-Diffusers": _ltx(
+        32, 8, {"use_prompt_embeddings": False, "perturbed_attn": True, "ff_bias": False,
+                "use_keyframes_abs_pos_embedding": True, "gated_attn": True, "cross_attn_mod": True,
+                "audio_gated_attn": True, "audio_cross_attn_mod": True},
+        {"audio_connector_attention_head_dim": 64, "video_gated_attn": True, "audio_gated_attn": True,
+         "per_modality_projections": True, "video_hidden_dim": 4096, "audio_hidden_dim": 2048, "proj_bias": True},
+        {"block_out_channels": (256, 512, 1024, 1024), "decoder_block_out_channels": (256, 512, 512, 1024),
+         "layers_per_block": (4, 6, 4, 2, 2), "decoder_layers_per_block": (4, 6, 4, 2, 2),
+         "decoder_spatio_temporal_scaling": (True,) * 4, "decoder_inject_noise": (False,) * 5,
+         "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+         "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2)},
+        "LTX2VocoderWithBWE", GEMMA4_12B, {}),  # the grid of the distilled transformer, whose sigmas are given
     # scripts/convert_hunyuan_video1_5_to_diffusers.py of diffusers: 480p_t2v
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(
         "HunyuanVideo15Pipeline", {
