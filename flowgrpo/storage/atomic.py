@@ -1,7 +1,7 @@
 """Atomic, durable writes: a file or folder is there whole or not at all, also after a power cut.
 
 Content is written under a temporary name and forced to the disk (fsync). Then it gets its name (rename), and the folder
-is forced to the disk too. A thread may write while the caller works on. Loads no torch.
+is forced to the disk too. Loads no torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
-
-NAME = "checkpoint"  # of the thread
 
 
 def sync(path: Path) -> None:
@@ -119,37 +115,3 @@ def filling(folder: Path) -> Iterator[Path]:
             sync(parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-class Background:
-    """One write at a time, in a daemon thread; its error is raised where it is waited for."""
-
-    def __init__(self) -> None:
-        self._running: Future[None] | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._running is not None and not self._running.done()
-
-    def start(self, write: Callable[[], object]) -> None:
-        """Call `write` in a thread, after the write before it. Raises the error of that one."""
-        self.wait()
-        self._running = future = Future[None]()
-
-        def complete() -> None:
-            try:
-                write()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        threading.Thread(target=complete, daemon=True, name=NAME).start()
-
-    def wait(self) -> None:
-        """Wait for the running write. Raises the error of the last one, once; a signal's handler may end it."""
-        if (running := self._running) is not None:
-            error = running.exception()
-            self._running = None
-            if error is not None:
-                raise error

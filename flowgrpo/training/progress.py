@@ -2,57 +2,78 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.cores import Threads
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.change import Change
-from flowgrpo.storage.atomic import Background
 from flowgrpo.training.best import BestWeights
+
+NAME = "checkpoint"  # of the thread
 
 
 class Saving:
-    """Writes of a checkpoint in a thread, step by step, while training goes on.
+    """Writes of a checkpoint in a daemon thread, step by step, while training goes on.
 
     Of sharded weights, every process writes its shard; when all are done, the first one writes the rest and the
     manifest. Until then it is no checkpoint.
     """
 
     def __init__(self, processes: Processes, sharded: bool):
-        self.processes, self.sharded, self.writer = processes, sharded, Background()
+        self.processes, self.sharded = processes, sharded
+        self._running: Future[object] | None = None
         self._steps: list[Callable[[], object]] = []  # that follow the write which runs
         self._pending = False  # with sharded weights the same on all processes
 
+    @property
+    def busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
     def start(self, steps: Sequence[Callable[[], object]]) -> None:
         """Begin the first step, if any; each of the others begins at a `look` behind the end of the one before."""
-        first, self._steps = steps[:1], [*steps[1:]]
-        for step in first:
-            self.writer.start(step)
+        self._steps = [*steps]
+        self._begin()
         self._pending = True
+
+    def _begin(self) -> None:
+        if self._steps:
+            self._running = Future()
+            threading.Thread(target=signals.complete, args=(self._running, self._steps.pop(0)), daemon=True, name=NAME
+                             ).start()
+
+    def _wait(self) -> None:
+        """Wait for the running write. Raises the error of the last one, once; a signal's handler may end it."""
+        if (running := self._running) is not None:
+            error = running.exception()
+            self._running = None
+            if error is not None:
+                raise error
 
     def look(self, wait: bool = False) -> None:
         """Raise the error of a write that failed, and go on with the next step of one that is done.
         wait: return when all is written. With sharded weights every process calls it."""
         while self._pending:
-            if not wait and (self.processes.any(self.writer.busy) if self.sharded else self.writer.busy):
+            if not wait and (self.processes.any(self.busy) if self.sharded else self.busy):
                 return
             self._pending = False
             with self.processes.collective() if self.sharded else nullcontext():
-                self.writer.wait()
-            if self._steps:
-                self.writer.start(self._steps.pop(0))
-                self._pending = True
+                self._wait()
+            self._pending = bool(self._steps)
+            self._begin()
 
     def finish_writing(self) -> None:
         """Wait for this process's own write, without the others; print a line if it failed."""
         try:
-            self.writer.wait()
+            self._wait()
         except Exception as error:
             print(f"a checkpoint could not be written: {type(error).__name__}: {' '.join(str(error).split())}",
                   flush=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -81,22 +82,13 @@ def save(trainer: Run, folder: Path, wait: bool = True) -> None:
     wait: until all processes are here; without them, sharded weights cannot be saved, and nothing is written.
     Raises UserError for weights that are not finite on any process."""
     require_finite(trainer, wait)
-    processes, place, keep = trainer.processes, folder / "checkpoints", trainer.config.train.keep
-    if trainer.policy.weights.sharded:
-        if not wait:
-            return
-        # One file per shard; if a process fails, all leave, and it is no checkpoint.
-        shard = begin_shards(trainer, place)
-        with processes.collective():
-            if shard.writes:
-                checkpoint.save_shard(place, trainer.epoch, shard.parts, shard.index, shard.count)
-        with processes.collective():
-            if processes.first:
-                checkpoint.save(place, trainer.epoch, shard.whole, shard.values, keep, begun=True)
+    processes, sharded = trainer.processes, trainer.policy.weights.sharded
+    if sharded and not wait:
         return
-    if processes.first:
-        checkpoint.save(place, trainer.epoch, *contents(trainer), keep)
-    if wait:
+    for write in writes(trainer, folder / "checkpoints"):
+        with processes.collective() if sharded else nullcontext():  # if a process fails, all leave: it is no checkpoint
+            write()
+    if wait and not sharded:
         processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
@@ -115,19 +107,7 @@ def save_epoch(trainer: Run, folder: Path, last: bool) -> None:
         save(trainer, folder)
         return
     require_finite(trainer)
-    place, epoch, keep = folder / "checkpoints", trainer.epoch, trainer.config.train.keep
-    steps: list[Callable[[], object]] = []
-    if sharded:
-        shard = begin_shards(trainer, place)
-        whole, values = _copy(shard.whole, shard.values)
-        rows, _ = _copy(shard.parts, {})
-        steps = [partial(checkpoint.save_shard, place, epoch, rows, shard.index, shard.count)
-                 if shard.writes else _write_nothing,
-                 partial(checkpoint.save, place, epoch, whole, values, keep, begun=True)
-                 if processes.first else _write_nothing]
-    elif processes.first:
-        steps = [partial(checkpoint.save, place, epoch, *_copy(*contents(trainer)), keep)]
-    saving.start(steps)
+    saving.start(writes(trainer, folder / "checkpoints", copied=True))
 
 
 def available_memory() -> int:
@@ -137,48 +117,39 @@ def available_memory() -> int:
     return free_memory("cpu") - psutil.Process().memory_info().rss
 
 
-def _copy(tensors: Tensors, values: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """Copies that training does not change, the tensors in the host's memory."""
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}, copy.deepcopy(values)
+def writes(trainer: Run, place: Path, copied: bool = False) -> list[Callable[[], object]]:
+    """This process's writes of a checkpoint, each of which begins when all processes are done with the one before. Of
+    sharded weights every process calls it: the first one that holds a shard writes that, and then the first process
+    the tensors that are not sharded, and the values.
+    copied: they write copies in the host's memory, which training does not change."""
+    processes, epoch, sharded = trainer.processes, trainer.epoch, trainer.policy.weights.sharded
+    if not (processes.first or sharded):
+        return []
+    if sharded:
+        with processes.collective():
+            if processes.first:
+                checkpoint.begin(place, epoch)
+    tensors, values = contents(trainer)
+    owners = {key: owner(trainer, key, tensor.ndim) for key, tensor in tensors.items()}
+    rows = {key: shards.local(tensors[key]) for key, parameter in owners.items() if parameter is not None}
+    whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
+    if copied:
+        rows, whole = ({key: tensor.detach().to("cpu", copy=True) for key, tensor in some.items()}
+                       for some in (rows, whole))
+        values = copy.deepcopy(values)
 
-
-def _write_nothing() -> None:
-    """Step of a process whose part another one writes."""
+    steps = [(processes.first, partial(checkpoint.save, place, epoch, whole, values, trainer.config.train.keep,
+                                       begun=sharded))]
+    if sharded:
+        index, count, holds = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
+        steps.insert(0, (holds, partial(checkpoint.save_shard, place, epoch, rows, index, count)))
+    return [write if own else lambda: None for own, write in steps]  # else another process writes
 
 
 def require_finite(trainer: Run, wait: bool = True, epoch: int | None = None) -> None:
     """Raise UserError if trained weights or their moving average are not finite. wait: on any process; all call it."""
     weights = {**trainer.policy.weights.named, **(trainer.optimization.ema or {})}
     adapters.require_saved(weights, trainer.epoch if epoch is None else epoch, trainer.processes.any if wait else bool)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This process's part of a checkpoint of sharded weights.
-
-    parts: its rows of the sharded tensors; whole: the tensors that are not sharded, with the values of the run.
-    index, count: of the shard. writes: True on the first process that holds it.
-    """
-
-    parts: checkpoint.Tensors
-    whole: checkpoint.Tensors
-    values: dict[str, Any]
-    index: int
-    count: int
-    writes: bool
-
-
-def begin_shards(trainer: Run, place: Path) -> Shard:
-    """Begin a checkpoint of sharded weights, and return this process's part; every process calls it."""
-    with trainer.processes.collective():
-        if trainer.processes.first:
-            checkpoint.begin(place, trainer.epoch)
-    tensors, values = contents(trainer)
-    owners = {key: owner(trainer, key, tensor.ndim) for key, tensor in tensors.items()}
-    parts = {key: shards.local(tensors[key]) for key, parameter in owners.items() if parameter is not None}
-    whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
-    index, count, writes = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
-    return Shard(parts, whole, values, index, count, writes)
 
 
 def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:

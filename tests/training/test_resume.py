@@ -24,7 +24,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import atomic, checkpoint, paths
 from flowgrpo.storage.places import checkpoints, lock_run, unfinished
-from flowgrpo.training import run_folder, state
+from flowgrpo.training import progress, run_folder, state
 from flowgrpo.training.endings import save_on_stop
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny, tiny_runs
@@ -458,7 +458,7 @@ FSYNC = os.fsync
 
 
 def in_the_thread() -> bool:
-    return threading.current_thread().name == atomic.NAME
+    return threading.current_thread().name == progress.NAME
 
 
 @pytest.fixture
@@ -501,7 +501,7 @@ def test_the_files_are_those_of_the_moment_though_training_goes_on(large, held, 
     trainer.run_epoch()
     trainer.progress.saved_counters["memory"]["kl"] = "changed"
     trainer.progress.saving.look()
-    assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "later" / "checkpoints") == {}
+    assert trainer.progress.saving.busy and checkpoints(tmp_path / "later" / "checkpoints") == {}
     held.set()
     trainer.progress.saving.look(wait=True)
     later, at_once = (content(tmp_path / name / "checkpoints" / "epoch-00001") for name in ("later", "at once"))
@@ -514,7 +514,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(large, held, tmp_path):
     trainer.epoch, trainer.progress.saved_counters = 2, trainer.progress.saved_counters | {"epoch": 2}
     threading.Timer(0.2, held.set).start()
     state.save_epoch(trainer, tmp_path, last=True)
-    assert [*checkpoints(tmp_path / "checkpoints")] == [1, 2] and not trainer.progress.saving.writer.busy
+    assert [*checkpoints(tmp_path / "checkpoints")] == [1, 2] and not trainer.progress.saving.busy
 
 
 @pytest.mark.parametrize("size, free, later", [(None, 2**40, False), (0, 2**40, True), (0, 1000, False)])
@@ -527,7 +527,7 @@ def test_small_ones_and_those_that_memory_has_no_room_for_are_written_at_once(si
     monkeypatch.setattr(os, "fsync", lambda file: (names.append(threading.current_thread().name), FSYNC(file))[1])
     state.save_epoch(trainer, tmp_path, last=False)
     trainer.progress.saving.look(wait=True)
-    assert (atomic.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
+    assert (progress.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
 
 
 def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypatch):
@@ -537,7 +537,7 @@ def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypa
     trainer.epoch = 2
     monkeypatch.setattr(os, "fsync", full)
     state.save_epoch(trainer, tmp_path, last=False)
-    while trainer.progress.saving.writer.busy:
+    while trainer.progress.saving.busy:
         time.sleep(0.01)
     with pytest.raises(OSError, match="No space left") as caught:
         trainer.progress.saving.look()
@@ -567,7 +567,7 @@ def test_a_second_signal_does_not_wait(large, held, tmp_path):
     with pytest.raises(KeyboardInterrupt), save_on_stop(trainer, tmp_path):
         state.save_epoch(trainer, tmp_path, last=False)
         raise KeyboardInterrupt
-    assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "checkpoints") == {}
+    assert trainer.progress.saving.busy and checkpoints(tmp_path / "checkpoints") == {}
     held.set()
     trainer.progress.saving.look(wait=True)
 
