@@ -35,21 +35,23 @@ class Cell:
 
     def write(self, text: str) -> None:
         """Show a state; an empty one clears the bar, a line end leaves it."""
-        if text != "\n":
-            curves = "".join(_curve(name, values) for name, values in self.values.items() if len(values) > 1)
-            self._output.update(self._html(f"<pre>{html.escape(text.strip())}</pre>{curves}" if text.strip() else ""))
+        if text == "\n":
+            return
+        shown = f"<pre>{html.escape(text.strip())}</pre>" if text.strip() else ""
+        for name, values in self.values.items() if shown else ():
+            if len(values) > 1:
+                least, span = min(values), max(values) - min(values) or 1.0
+                points = " ".join(f"{WIDTH * at / (len(values) - 1):.1f},"
+                                  f"{HEIGHT - (HEIGHT - 4) * (value - least) / span - 2:.1f}"
+                                  for at, value in enumerate(values))
+                shown += ('<figure style="display:inline-block;margin:4px 12px">'
+                          f'<svg width="{WIDTH}" height="{HEIGHT}">'
+                          f'<polyline points="{points}" fill="none" stroke="#3f51b5" stroke-width="2"/></svg>'
+                          f"<figcaption>{html.escape(name)}: {values[0]:.3f} to {values[-1]:.3f}</figcaption></figure>")
+        self._output.update(self._html(shown))
 
     def flush(self) -> None:
         """Do nothing: each state is shown at once."""
-
-
-def _curve(name: str, values: list[float]) -> str:
-    least, span = min(values), max(values) - min(values) or 1.0
-    points = " ".join(f"{WIDTH * at / (len(values) - 1):.1f},{HEIGHT - (HEIGHT - 4) * (value - least) / span - 2:.1f}"
-                      for at, value in enumerate(values))
-    return (f'<figure style="display:inline-block;margin:4px 12px"><svg width="{WIDTH}" height="{HEIGHT}">'
-            f'<polyline points="{points}" fill="none" stroke="#3f51b5" stroke-width="2"/></svg>'
-            f"<figcaption>{html.escape(name)}: {values[0]:.3f} to {values[-1]:.3f}</figcaption></figure>")
 
 
 class Summary(dict[str, Any]):

@@ -86,8 +86,8 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         if policy.unit == "tokens":  # of backward passes too, which recompute
             stack.enter_context(without_cudnn_attention(policy.device))
         if trainer.processes.first:
-            stack.enter_context(run_folder.lock_folder(config, trainer.epoch, resumed, ready.changes))
-            run_folder.write_files(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)
+            stack.enter_context(run_folder.lock_folder(replace(setup, config=config), trainer.epoch, resumed,
+                                                       ready.changes, policy, ready.precision, listed))
         metrics.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
         with endings.evaluating(trainer, folder, "first"):
@@ -105,7 +105,10 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         trained = summary.get("trained", {"said": []})
         changes_nothing = trained.get("nothing", False)
         if trainer.processes.first and not changes_nothing:
-            endings.export_for_comfyui(config, folder, policy)
+            from flowgrpo.export.export import for_comfyui
+
+            if told := for_comfyui(config, folder, policy):
+                print(told, flush=True)
         metrics.show(ready.accelerator, folder, trainer.epoch, *["before"] * anew, "after", "best", "worst")
         # The first process has written everything, and every process knows whether nothing was trained.
         return summary | {"trained": trained | {"nothing": trainer.processes.any(changes_nothing)}}

@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import image_files
 from flowgrpo.evaluation.plan import Ledger, Medium, Place, TextLedger
 from flowgrpo.evaluation.samplers import Pipelines, Texts
-from flowgrpo.policies import build, loading
+from flowgrpo.policies import loading
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.version import __version__
@@ -66,26 +66,21 @@ class Painter:
 
 
 class Writer:
-    """Write with a language model."""
+    """Write with a language model, or draw with one that has an image head."""
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.seed_of = plan, seeder(plan.seed, 0)
         self.sampler = Texts(plan.model, plan.config, plan.precision, device)
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        """Write a completion, or draw an image [3, H, W] in [0, 1], per place, from the seed of its place alone."""
+        """A completion, or an image [3, H, W] in [0, 1], per place, from the seed of its place alone."""
         return self.sampler.draw(self.plan.arm(arm), prompts,
                                  [self.seed_of(place.prompt, place.sample) for place in places])
 
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> None:
-        """A text stores no settings."""
-
-
-class Drawer(Writer):
-    """Draw with a language model that has an image head."""
-
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> Any:
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
         plan = self.plan
+        if plan.medium.modality == "text":  # stores no settings
+            return None
         settings = {"Temperature": plan.asked["eval_temperature"], "CFG scale": plan.asked["guidance"],
                     "Model": Path(plan.model).name,
                     "Lora hashes": image_files.lora_hashes(plan.tuned if plan.arms[arm] else None),
@@ -100,8 +95,18 @@ def text_distance(samples: Sequence[str]) -> float:
     return sum(apart) / len(apart)
 
 
-def _between_images(features: str | Callable) -> Callable[[torch.Tensor], float]:
-    """Make the mean feature distance between images of a prompt; for clips that of their middle frames."""
+IMAGES = Medium("image", Painter, Ledger, 1, None)
+TEXTS = Medium("text", Writer, TextLedger, 8, "text")
+DRAWINGS = Medium("image", Writer, Ledger, 8, "image")
+
+
+def distance_between(medium: Medium, features: str | Callable) -> Callable[[Any], float]:
+    """The mean distance between samples of a prompt: of images in `features`, of clips that of their middle frames, of
+    texts `text_distance`. Raises UserError for features of texts."""
+    if medium is TEXTS:
+        if features != "pixels":
+            raise UserError("--features: are of images; leave it out for a language model")
+        return text_distance
     extract = guards.extractor(features)
 
     def apart(samples: torch.Tensor) -> float:
@@ -109,27 +114,3 @@ def _between_images(features: str | Callable) -> Callable[[torch.Tensor], float]
         return guards.distances(torch.as_tensor(extract(images))[None]).mean().item()
 
     return apart
-
-
-def _between_texts(features: str | Callable) -> Callable[[Sequence[str]], float]:
-    if features != "pixels":
-        raise UserError("--features: are of images; leave it out for a language model")
-    return text_distance
-
-
-IMAGES = Medium("image", Painter, Ledger, _between_images, 1, None)
-TEXTS = Medium("text", Writer, TextLedger, _between_texts, 8, "text")
-DRAWINGS = Medium("image", Drawer, Ledger, _between_images, 8, "image")
-
-
-def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
-    """Kind of sample that a model makes.
-
-    config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
-    texts. Raises UserError for `generates` of a denoiser.
-    """
-    if build.writes(model, config):
-        return DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else TEXTS
-    if generates is not None:
-        raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
-    return IMAGES

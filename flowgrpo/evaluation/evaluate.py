@@ -31,7 +31,7 @@ from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
 from flowgrpo.evaluation.plan import BASE, TUNED, AnyLedger, Place, Plan, digest
 from flowgrpo.log import bar
-from flowgrpo.policies import checkpoints, loading
+from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
@@ -76,7 +76,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
                      epoch, best_of, by, enhancer, generates)
     # Refuse what does not go together, before anything is drawn.
     processes = Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
-    apart = plan.medium.apart(features)
+    apart = draw.distance_between(plan.medium, features)
     if processes.first:
         paths.require_folder(output)
     chosen, functions = load_suite(suite), run_rewards.rewards_by_name(plan.config, names)
@@ -131,7 +131,11 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if tuned is not None:
         loading.require_weights(tuned)
     config = checkpoints.config_of(tuned)
-    medium = draw.medium_of(model, config, generates)
+    medium = draw.IMAGES
+    if build.writes(model, config):
+        medium = draw.DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else draw.TEXTS
+    elif generates is not None:
+        raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     # Options of another medium would have no effect.
     of_images: dict[str, Any] = {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer}
     of_texts: dict[str, Any] = {"temperature": temperature, "max-tokens": max_tokens}

@@ -226,7 +226,6 @@ class Medium:
 
     unit: name of a sample.
     hand: makes the generator from a plan and a device.
-    apart: makes the distance of a prompt's samples from features.
     together: default number of samples per call.
     modality: as in rewards; None if the samples show it (images or clips).
     """
@@ -234,7 +233,6 @@ class Medium:
     unit: str
     hand: Callable[[Plan, torch.device], Hand]
     ledger: type[Ledger] | type[TextLedger]
-    apart: Callable[[Any], Callable[[Any], float]]
     together: int
     modality: str | None
 

@@ -166,11 +166,11 @@ class Reader:
         for file in files:
             for key in file.keys():  # noqa: SIM118 it is no dictionary
                 self.parts.setdefault(key, []).append(file)
-        self.shapes = {key: self._shape(key) for key in self.parts}
-
-    def _shape(self, key: str) -> torch.Size:
-        shapes = [file.get_slice(key).get_shape() for file in self.parts[key]]
-        return torch.Size(shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]])
+        self.shapes: dict[str, torch.Size] = {}
+        for key, of in self.parts.items():
+            shapes = [file.get_slice(key).get_shape() for file in of]
+            whole = shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+            self.shapes[key] = torch.Size(whole)
 
     def misfit(self) -> str | None:
         """In words which weights are no floats, or what the optimizer's state lacks; None if all is there."""

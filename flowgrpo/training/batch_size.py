@@ -32,13 +32,10 @@ GIB = 2**30
 Estimate = Callable[[int, float], float]  # bytes of a micro-batch and a share of blocks that recompute
 
 
-def check_epoch(setup: Setup) -> None:
-    """Raise UserError for more samples of an epoch than the host's memory has room for."""
+def check_samples(setup: Setup) -> None:
+    """Raise UserError for more samples of an epoch, or of an evaluation of the known prompts, than the host's memory
+    has room for."""
     require_generators(setup.shape.samples, "samples of an epoch (train.prompts x train.group)")
-
-
-def check_evaluation(setup: Setup) -> None:
-    """Raise UserError for more samples of an evaluation than the host's memory has room for."""
     held_out = setup.config.eval
     require_generators(min(held_out.prompts, len(setup.split[1])) * held_out.samples, "samples of an evaluation")
 

@@ -53,9 +53,9 @@ def _without_lost(setup: Setup) -> Setup:
 
 # In the order in which they are made, by what they have to know: what costs nothing comes first.
 OF_KEYS: tuple[Check, ...] = (keys_read.check, metrics.check)
-OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding.check, run_folder.check)
+OF_MACHINE: tuple[Check, ...] = (batch_size.check_samples, options.check, sharding.check, run_folder.check)
 OF_REWARDS: tuple[Check, ...] = (reward_demands.check, reward_demands.check_whole_groups)
-OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
+OF_PROMPTS: tuple[Check, ...] = (batch_size.check_samples, check_prompts, reward_demands.check_modality,
                                  reward_demands.check_clips, extensions.check, check_parts,
                                  reward_demands.check_routes, best.check, options.check_call,
                                  options.check_frames, extensions.check_model)

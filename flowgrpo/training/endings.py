@@ -5,7 +5,6 @@ micro-batch, which later phases keep.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,15 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
-from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights import adapters
-from flowgrpo.policies.weights.change import UNUSABLE
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import state
@@ -126,7 +122,7 @@ def _cause(trainer: Run, folder: Path) -> str:
     change = trainer.progress.saved_counters.get("change", 0.0)
     if not change < symptoms.GROWN:
         return (f"training has changed the weights by {change:.1e} times the size of a usual layer, train.lr "
-                f"({trainer.config.train.rate}) is too large: {_way_back(trainer, folder)}")
+                f"({trainer.config.train.rate}) is too large: {way_back(trainer, folder)}")
     pipe: Any = getattr(trainer.policy, "pipe", None)
     parts = pipe.components if pipe is not None else {"model": getattr(trainer.policy, "model", None)}
     if line := adapters.culprit(parts):
@@ -138,18 +134,7 @@ def _cause(trainer: Run, folder: Path) -> str:
     return advice + (f", then at train.lr ({trainer.config.train.rate})" if trainer.optimization.update else "")
 
 
-def require_usable(trainer: Run, folder: Path, change: float) -> None:
-    """Raise UserError if an epoch's updates have made the weights NaN, infinite or larger than any use: they are not
-    saved. change: of `progress.change`."""
-    if not math.isfinite(change):
-        state.require_finite(trainer, epoch=trainer.epoch + 1)
-    if not change <= UNUSABLE:
-        raise UserError(f"the updates of epoch {trainer.epoch + 1} have ruined the weights, which changed by "
-                        f"{change:.1e} times the size of a usual layer, and are not saved: train.lr "
-                        f"({trainer.config.train.rate}) is too large: {_way_back(trainer, folder)}")
-
-
-def _way_back(trainer: Run, folder: Path) -> str:
+def way_back(trainer: Run, folder: Path) -> str:
     """Set checkpoints whose weights have grown aside; the advice to go on from the last good one, or to begin anew."""
     trainer.progress.saving.finish_writing()
     places = checkpoints(folder / "checkpoints")
@@ -174,11 +159,3 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
     if whole:
         state.save(trainer, folder, wait)
     return whole
-
-
-def export_for_comfyui(config: Config, folder: Path, policy: Policy) -> None:
-    """Write a file for ComfyUI if it does not read the run's own, and print which file it takes."""
-    from flowgrpo.export.export import for_comfyui
-
-    if told := for_comfyui(config, folder, policy):
-        print(told, flush=True)

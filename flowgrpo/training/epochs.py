@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.report.verdict import last_error
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.nouns import quantity
+from flowgrpo.policies.weights.change import UNUSABLE
 from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
 from flowgrpo.training import endings, state
 from flowgrpo.training.extension import Run
@@ -38,7 +40,12 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
             settled = settle_threads(trainer)
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
             change = metrics["weights/change"] = progress.change(trainer.processes)
-            endings.require_usable(trainer, folder, change)
+            if not math.isfinite(change):
+                state.require_finite(trainer, epoch=trainer.epoch + 1)
+            if not change <= UNUSABLE:
+                raise UserError(f"the updates of epoch {trainer.epoch + 1} have ruined the weights, which changed by "
+                                f"{change:.1e} times the size of a usual layer, and are not saved: train.lr "
+                                f"({train.rate}) is too large: {endings.way_back(trainer, folder)}")
             metrics |= trainer.optimization.eps_share(metrics["grad_norm"])
             # Count it, as a checkpoint will have it: what follows may be stopped, and comes again on resuming.
             progress.reward_seconds += metrics["seconds/reward"]

@@ -241,10 +241,13 @@ def changes(folder: Path, now: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -> Iterator[None]:
+def lock_folder(setup: Setup, epoch: int, resumed: bool, changes: list[str], policy: Policy, precision: str,
+                listed: str | None) -> Iterator[None]:
     """Context manager: archive an earlier run of the folder, or resume this one after `epoch`, and keep it locked
-    against other runs. The error that ends the run is written there as one line; a stop is none."""
-    folder = config.folder
+    against other runs. The run's configuration, its prompts, the hashes of all inputs and its machine are written
+    there, and the error that ends it as one line; a stop is none. precision: in words. listed: content of the run's
+    own prompt file; None: it has none."""
+    config, folder = setup.config, setup.config.folder
     require_free(folder)
     if not resumed and (moved := set_aside(folder)):
         print(f"{folder} held an earlier run, which is now {moved}")
@@ -255,19 +258,14 @@ def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -
         try:
             atomic.write_text(folder / "config.yaml", config.yaml())
             keep_lines(folder / "metrics.jsonl", epoch)
+            if listed is not None:
+                atomic.write_text(folder / PROMPTS, listed)
+            atomic.write_text(folder / FILE, json.dumps(hash_inputs(config, setup.split), indent=1) + "\n")
+            snapshots.begin(folder, epoch, setup.device, setup.processes, precision, SAMPLE[policy.modality],
+                            policy.unit)
             yield
         except Exception as error:
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # it may be the disk that is full
                 atomic.write_text(folder / CRASH, " ".join(said.split()) + "\n")
             raise
-
-
-def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed: str | None) -> None:
-    """Write the prompts, the hashes of all inputs, and the machine of a run, after so many epochs. precision: in words.
-    listed: content of the run's own prompt file; None: it has none."""
-    config, folder = setup.config, setup.config.folder
-    if listed is not None:
-        atomic.write_text(folder / PROMPTS, listed)
-    atomic.write_text(folder / FILE, json.dumps(hash_inputs(config, setup.split), indent=1) + "\n")
-    snapshots.begin(folder, epoch, setup.device, setup.processes, precision, SAMPLE[policy.modality], policy.unit)

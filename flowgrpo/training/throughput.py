@@ -100,8 +100,13 @@ class Throughput:
         if self.device.type == "cuda":
             memory = {"memory/allocated": torch.cuda.max_memory_allocated(self.device),
                       "memory/reserved": torch.cuda.max_memory_reserved(self.device)}
+        elif sys.platform == "win32":  # does not say
+            memory = {"memory/host": 0}
         else:
-            memory = {"memory/host": host_peak()}
+            from resource import RUSAGE_SELF, getrusage
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            memory = {"memory/host": unit * getrusage(RUSAGE_SELF).ru_maxrss}
         largest = self.processes.gather(torch.tensor([[*memory.values()]])).amax(0)
         metrics |= {"samples_per_second": (sampled() - before[0]) / seconds,
                     "evaluations_per_second": evaluations / seconds, **dict(zip(memory, largest.tolist()))}
@@ -111,12 +116,3 @@ class Throughput:
 
     def _flops(self) -> int:
         return int(self.meter.total) if self.meter else 0
-
-
-def host_peak() -> int:
-    """The largest memory of this process so far, in bytes; 0 where the system does not say."""
-    if sys.platform == "win32":
-        return 0
-    from resource import RUSAGE_SELF, getrusage
-
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -94,8 +94,10 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
                     if not rewards.slow(batch.reward.function):
                         score_trial(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():
-                    require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
-                                  batch.metadata)
+                    # Outputs in a graph: images as they are, of texts their prompts' own tokens.
+                    outputs: Any = samples.rollouts.repeat_prompt(batch.prompts[0], len(batch.prompts)) if isinstance(
+                        batch.outputs, list) else batch.outputs.to(samples.policy.device).clone().requires_grad_()
+                    require_graph(batch.name, batch.reward, outputs, batch.texts, batch.metadata)
             rewards.leave(measured.values())
             rewards.leave(trained.values())
             # A reward of groups, a slow one, and one whose extension brings its scores may have none in a trial.
@@ -227,13 +229,6 @@ class Samples:
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))
         return torch.lerp(drawn[:1], drawn[1:], share)
-
-    def in_graph(self, batch: Batch) -> Any:
-        """The outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
-        if self.policy.modality != "text":
-            assert isinstance(batch.outputs, torch.Tensor)
-            return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        return self.rollouts.repeat_prompt(batch.prompts[0], len(batch.prompts))
 
 
 def _require_real_scores(trainer: Run) -> None:

@@ -59,12 +59,19 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
     weighted = [name for name, weight in config.rewards.items() if weight]
     done = bool(weighted) and all(solved(config.trained[name].direction, [
         line.get(f"reward/{name}/mean") for line in lines[-EQUAL:]], ranges.get(name)) for name in weighted)
+    skipped, change = lines[-1].get("skipped_updates") if lines else None, _column(lines[-1:], "weights/change", 1)
+    scale = "; with fp16 the first few only set the loss scale" if config.precision == "fp16" else ""
     texts = {"flat reward": None if done else _flat(config, lines[-FLAT:], lines[:START]),
              "equal rewards": _equal(config, lines[-EQUAL:], done),
              "clip fraction": None if done else _clip_symptom(config, lines[-CLIPPED:], clip),
-             "skipped updates": _skip_symptom(config, lines[-1:]),
+             "skipped updates": skipped and (
+                 f"{skipped:g} of the updates so far {'were' if skipped > 1 else 'was'} skipped, because the gradient "
+                 f"was not finite: look at train.lr, the precision and the rewards' scale{scale}"),
              "collapse": None if done else _collapse_symptom(lines[-FLAT:]),
-             "large weights": _growth_symptom(config, lines[-1:]),
+             "large weights": None if change is None or change[0] < GROWN else (
+                 f"the weights have changed by {change[0]:.3g} times the size of a usual layer: samples of such "
+                 "weights are hardly the model's; go back to an earlier checkpoint with a smaller train.lr (now "
+                 f"{config.train.rate})"),
              "small gradient": None if done else _tiny(config, lines[-1:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
@@ -129,23 +136,6 @@ def _clip_symptom(config: Config, lines: Sequence[dict[str, Any]], clip: float |
         return (f"the clip fraction is 0 in {CLIPPED} epochs, and the largest |log ratio| {ratios.max():.1e} of a "
                 f"range of {clip:.1e}, so that the policy hardly moves: look at train.lr and the gradient norm")
     return None
-
-
-def _skip_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    count = lines[0].get("skipped_updates") if lines else None
-    if not count:
-        return None
-    scale = "; with fp16 the first few only set the loss scale" if config.precision == "fp16" else ""
-    return (f"{count:g} of the updates so far {'were' if count > 1 else 'was'} skipped, because the gradient was not "
-            f"finite: look at train.lr, the precision and the rewards' scale{scale}")
-
-
-def _growth_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    change = _column(lines, "weights/change", 1)
-    if change is None or change[0] < GROWN:
-        return None
-    return (f"the weights have changed by {change[0]:.3g} times the size of a usual layer: samples of such weights are "
-            f"hardly the model's; go back to an earlier checkpoint with a smaller train.lr (now {config.train.rate})")
 
 
 def _tiny(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:

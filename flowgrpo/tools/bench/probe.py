@@ -96,7 +96,7 @@ def final_measures(folder: Path) -> dict[str, Any]:
 def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
     """Mean distance between SAMPLES samples of every prompt, with the evaluation's sampler."""
     policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
-    apart = (draw.TEXTS if policy.modality == "text" else draw.IMAGES).apart("pixels")
+    apart = draw.distance_between(draw.TEXTS if policy.modality == "text" else draw.IMAGES, "pixels")
     rollouts, distances = cast(Any, trainer.rollouts), []
     rollouts.prepare(prompts)
     for i, prompt in enumerate(prompts):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import packages
-from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs, SelfAnswers
+from flowgrpo.methods.supervised import NextToken, PicturePairs, PreferencePairs, SelfAnswers
 from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.objectives.supervised import Now
 from flowgrpo.rollouts import data_losses
@@ -22,7 +22,11 @@ from flowgrpo.training.examples import Examples
 from flowgrpo.training.extension import Extension, Metrics, Run, Step
 from flowgrpo.types import unwrap
 
-OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses:AnswerLosses"  # of `SelfAnswers`
+HERE = "flowgrpo.rollouts.data_losses"
+LOSSES: dict[type, str] = {SelfAnswers: "flowgrpo.contrib.questions.answer_losses:AnswerLosses",
+                           NextToken: f"{HERE}:TokenLosses", PreferencePairs: f"{HERE}:PairTokenLosses",
+                           PicturePairs: f"{HERE}:PairNoisedLosses"}
+NOISED = f"{HERE}:NoisedLosses"  # of other parts
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
 ALONE = "data_updates"  # steps of examples alone so far, likewise
 
@@ -43,7 +47,8 @@ class Supervised(Extension):
         self.weights: list[float] = []
         self.reward = 0.0
         self.examples = Examples(self.part, trainer)
-        self.loss: data_losses.DataLosses = _losses_of(self.part)(self.part, trainer)
+        losses = next((losses for kind, losses in LOSSES.items() if isinstance(self.part, kind)), NOISED)
+        self.loss: data_losses.DataLosses = packages.load(losses)(self.part, trainer)
         if isinstance(self.loss, (data_losses.TokenLosses, data_losses.PairTokenLosses)):
             self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
@@ -126,14 +131,6 @@ class Supervised(Extension):
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         self.examples.load_state(tensors, values)
-
-
-def _losses_of(part: DataLoss) -> Any:
-    if isinstance(part, SelfAnswers):
-        return packages.load(OF_ANSWERS)
-    kinds = {NextToken: data_losses.TokenLosses, PreferencePairs: data_losses.PairTokenLosses,
-             PicturePairs: data_losses.PairNoisedLosses}
-    return next((losses for kind, losses in kinds.items() if isinstance(part, kind)), data_losses.NoisedLosses)
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:
