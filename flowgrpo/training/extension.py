@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeAlias
 
 from torch import Tensor
 
-from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop
+from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import Divisor
-from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -37,27 +35,21 @@ if TYPE_CHECKING:
 
     from flowgrpo.evaluation.measured import Measured
 
-T = TypeVar("T")
 P = ParamSpec("P")
 
 Metrics: TypeAlias = dict[str, Any]
 Step: TypeAlias = tuple[list[Part], Divisor]  # parts of one optimizer step, and the divisor over all processes
 
 
-class Run(Protocol):
-    """Attributes of a `train.Trainer`, which says what each is.
+class Run(Trainer, Protocol):
+    """Attributes of a `train.Trainer`, which says what each is, those that evaluation reads with them.
 
     A phase replaces config, geometry, rollouts, prompts and method, so that they are read when they are needed.
     """
 
-    config: Config
     accelerator: Accelerator
-    policy: Policy
     prompts: list[Prompt]
-    held_out: list[Prompt]
     method: Method
-    processes: Processes
-    geometry: BatchShape
     memory: dict[str, Any]
     scoring: Scoring
     clock: PhaseTimer
@@ -67,15 +59,11 @@ class Run(Protocol):
     optimization: Optimization
     kl_reference: KLReference
     first_ratio: FirstRatio
-    epoch: int
     progress: Progress
     extensions: Extensions
 
     def run_epoch(self) -> dict[str, Any]:
         """Run one epoch; return its metrics."""
-
-    def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
-        """work(), repeated with half the micro-batch each time that memory runs out."""
 
 
 class Extension:
