@@ -163,27 +163,21 @@ def download(text: str) -> Path:
 
 
 def _download_snapshot(named: re.Match[str]) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors, snapshot_download
 
     offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
     try:
         folder = Path(snapshot_download(named["id"], revision=named["revision"], allow_patterns=list(TAKEN),
                                         ignore_patterns=list(LEFT), local_files_only=offline))
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         why = f"no network ({constants.ENDPOINT} does not answer)" if offline else "the download did not complete"
         raise UserError(f"{PREFIX}{named[0]}: not in the hub's cache, and {why}: `hf download {named['id']}` where "
                         "there is one, and give the folder") from None
     except Exception as error:  # of the hub, the network or the file system
         why = refusal(error, named["id"]) or " ".join(str(error).split())[:200] or type(error).__name__
-        if isinstance(error, RevisionNotFoundError):
+        if isinstance(error, errors.RevisionNotFoundError):
             why = f"the repository has no revision {named['revision']!r}: expected a branch, a tag or a commit"
-        elif isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        elif isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
             why = "there is no such repository, or it is private: look at its name, or log in with `hf auth login`"
         raise UserError(f"{PREFIX}{named[0]}: {why}") from None
     if offline:
