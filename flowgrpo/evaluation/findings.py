@@ -241,7 +241,7 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
     draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
               fps=plan.fps)
     if plan.rlg == "sweep":
-        figures.plot(figures.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
+        figures.plot(plan.arms, results["arms"], ledger.folder / "rlg.png")
     return results
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.storage import atomic
+
+Results: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 PAPER, INK, FAINT, LINE = "#ffffff", "#1f2328", "#5c636d", "#d9dce1"
 COLOURS = ("#1d5fd1", "#c2570c", "#0f7f73", "#8b3fb5", "#9a7500", "#c0264f", "#4d7c0f", "#5b6472")  # as report.html
@@ -51,40 +53,30 @@ def save(figure: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-class Curve(NamedTuple):
-    """Mean of a reward over all prompts at each weight, and the bounds of its 95 % interval."""
+def plot(arms: Mapping[str, float], results: Results, path: Path) -> None:
+    """Write a PNG with a panel per reward; dashed lines mark the base, 0, and the tuned model, 1.
 
-    weights: list[float]
-    means: list[float]
-    lows: list[float]
-    highs: list[float]
-
-
-def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
-    """Curve per reward. arms: the weight of each arm. results: of an evaluation, by arm, reward and category."""
-    return {reward: Curve([*arms.values()], *([results[arm][reward][ALL][key] for arm in arms]
-                                              for key in ("mean", "low", "high")))
-            for reward in next(iter(results.values()))}
-
-
-def plot(curves: Mapping[str, Curve], path: Path) -> None:
-    """Write a PNG with a panel per reward; dashed lines mark the base, 0, and the tuned model, 1."""
-    across = min(len(curves), PANELS)
-    down = -(-len(curves) // across)
+    arms: the weight of each arm. results: of an evaluation, by arm, reward and category.
+    """
+    rewards = [*next(iter(results.values()))]
+    across = min(len(rewards), PANELS)
+    down = -(-len(rewards) // across)
     with figure_style() as pyplot:
         figure, panels = pyplot.subplots(down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False)
-        for panel in list(panels.flat)[len(curves):]:
+        for panel in list(panels.flat)[len(rewards):]:
             panel.remove()
-        for panel, (reward, curve) in zip(panels.flat, curves.items()):
-            draw(panel, reward, curve)
+        for panel, reward in zip(panels.flat, rewards):
+            draw(panel, reward, arms, results)
         save(figure, path)
 
 
-def draw(panel: Any, reward: str, curve: Curve) -> None:
-    """Draw one reward's curve, with ticks at its weights."""
+def draw(panel: Any, reward: str, arms: Mapping[str, float], results: Results) -> None:
+    """Draw one reward's mean over all prompts with its 95 % interval, with ticks at the weights."""
+    weights, found = [*arms.values()], [results[arm][reward][ALL] for arm in arms]
+    means, lows, highs = ([entry[key] for entry in found] for key in ("mean", "low", "high"))
     for weight in (0, 1):
         panel.axvline(weight, color=FAINT, lw=0.9, ls="--", zorder=1)
-    panel.fill_between(curve.weights, curve.lows, curve.highs, alpha=0.16, lw=0)
-    panel.plot(curve.weights, curve.means, "o-")
-    panel.set_xticks(curve.weights, [f"{weight:g}" for weight in curve.weights])
+    panel.fill_between(weights, lows, highs, alpha=0.16, lw=0)
+    panel.plot(weights, means, "o-")
+    panel.set_xticks(weights, [f"{weight:g}" for weight in weights])
     panel.set(xlabel="RLG weight (0 base, 1 tuned)", ylabel="mean, 95 % interval", title=reward.rpartition("/")[2])

@@ -295,12 +295,22 @@ def test_a_sweep_tells_each_weight_and_plots_the_rewards(swept, lora_run):
     assert not (folder / "plain" / "rlg.png").exists()
 
 
+def entry(mean):
+    return {findings.ALL: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
+
+
 def test_the_curves_are_those_of_the_results():
-    def entry(mean):
-        return {findings.ALL: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
-    found = figures.curves({"a": 0.0, "b": 1.5}, {"a": {"x": entry(0.5), "y": entry(3)},
-                                                    "b": {"x": entry(0.75), "y": entry(1)}})
-    assert found["x"] == ([0.0, 1.5], [0.5, 0.75], [0.4, 0.65], [0.6, 0.85]) and found["y"].means == [3, 1]
+    arms = {"a": 0.0, "b": 1.5}
+    results = {"a": {"x": entry(0.5), "y": entry(3)}, "b": {"x": entry(0.75), "y": entry(1)}}
+    with figures.figure_style() as pyplot:
+        figure, (x, y) = pyplot.subplots(1, 2)
+        figures.draw(x, "x", arms, results)
+        figures.draw(y, "y", arms, results)
+        assert x.lines[-1].get_xydata().tolist() == [[0.0, 0.5], [1.5, 0.75]]
+        [band] = x.collections
+        assert {*map(tuple, band.get_paths()[0].vertices)} == {(0.0, 0.4), (1.5, 0.65), (0.0, 0.6), (1.5, 0.85)}
+        assert y.lines[-1].get_ydata().tolist() == [3, 1]
+        pyplot.close(figure)
 
 
 def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path):
@@ -320,19 +330,20 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
 
 
 def test_ticks_of_the_figure_are_the_weights():
-    curve = figures.Curve([0.0, 0.7, 2.0], [0.5, 0.6, 0.4], [0.4, 0.5, 0.3], [0.6, 0.7, 0.5])
+    arms = {"a": 0.0, "b": 0.7, "c": 2.0}
+    results = {arm: {"folder/f.py:right": entry(mean)} for arm, mean in zip(arms, (0.5, 0.6, 0.4))}
     with figures.figure_style() as pyplot:
         figure, panel = pyplot.subplots()
-        figures.draw(panel, "folder/f.py:right", curve)
-        assert list(panel.get_xticks()) == curve.weights
+        figures.draw(panel, "folder/f.py:right", arms, results)
+        assert list(panel.get_xticks()) == [0.0, 0.7, 2.0]
         assert [label.get_text() for label in panel.get_xticklabels()] == ["0", "0.7", "2"]
         assert panel.get_title(loc="left") == "f.py:right" and panel.lines[-1].get_color() == figures.COLOURS[0]
         pyplot.close(figure)
 
 
 def test_a_figure_has_the_same_bytes_every_time(tmp_path):
-    curve = figures.Curve([0.0, 1.0], [0.5, 0.6], [0.4, 0.5], [0.6, 0.7])
+    results = {arm: {name: entry(mean) for name in ("x", "y", "z", "more")} for arm, mean in (("a", 0.5), ("b", 0.6))}
     for name in ("a.png", "b.png"):
-        figures.plot({name: curve for name in ("x", "y", "z", "more")}, tmp_path / name)
+        figures.plot({"a": 0.0, "b": 1.0}, results, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert b"Matplotlib" not in (tmp_path / "a.png").read_bytes()
