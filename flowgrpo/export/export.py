@@ -188,26 +188,23 @@ def _merge_pipeline(config: Config, run: Path, output: Path, place: Path) -> Non
     from flowgrpo.policies.pipelines import modular
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.adapters import merge
+    from flowgrpo.policies.weights.forwards import modules_of
 
     if (run / edits.FILE).is_file():
         raise UserError(f"{run} holds an edit policy, which merges into no pipeline: use it by `flowgrpo sample`")
     if config.load.gguf:
         raise UserError(f"load.denoiser is {config.load.denoiser!r}, whose quantised weights take no LoRA in: use the "
                         "LoRA's own file, or --form comfyui")
-    stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
+    stock = modules_of(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # free memory before the whole model is loaded again
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code, files=config.load)
     load_tuned(pipe, run)
-    for name, module in _modules(pipe).items():
+    for name, module in modules_of(pipe).items():
         merge(module)
         for key, value in module.state_dict(keep_vars=True).items():
             value.data = value.data.to(kinds[name][key])
     modular.save(pipe, output, place)
-
-
-def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
-    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def card(run: Path, repository: str | None = None) -> Path:

@@ -20,7 +20,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.policy import Policy
-from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.policies.weights.forwards import blocks, modules_of
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
@@ -60,8 +60,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     # One state [1,*D], and the bytes that a replay of one row keeps for its backward.
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-    modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    activations = activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+    activations = activation_bytes(modules_of(policy.pipe).values(),
+                                   lambda: policy.replay(conditioning, x, grid, 1, timesteps))
     kept_here = policy.states == policy.device
     recorded = _rollout_bytes(policy, config, conditioning, x) if kept_here else 0
     states = {"recorded states": recorded}
@@ -105,18 +105,16 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
     """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
     trained = {id(parameter) for parameter in policy.weights.parameters()}
     sizes = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
-    for name, module in policy.pipe.components.items():
-        if isinstance(module, torch.nn.Module):
-            kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
-                "text encoders" if name.startswith("text_encoder") else "other"
 
-            def bytes_frozen(part: torch.nn.Module) -> int:
-                return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()]
-                                    if id(tensor) not in trained)
+    def bytes_frozen(part: torch.nn.Module) -> int:
+        return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()] if id(tensor) not in trained)
 
-            offloads = policy.offloads and name in policy.denoisers
-            parts = [bytes_frozen(block) for block in blocks(module)] if offloads else []
-            sizes[kind] += bytes_frozen(module) - sum(parts) + max(parts, default=0)
+    for name, module in modules_of(policy.pipe).items():
+        kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
+            "text encoders" if name.startswith("text_encoder") else "other"
+        offloads = policy.offloads and name in policy.denoisers
+        parts = [bytes_frozen(block) for block in blocks(module)] if offloads else []
+        sizes[kind] += bytes_frozen(module) - sum(parts) + max(parts, default=0)
     return sizes
 
 

@@ -292,11 +292,12 @@ class Log:
             # Symptoms read the first lines of the run, and the last ones; each is told once, until it is gone.
             read = [*(line for line in self.start if line["epoch"] < self.recent[0]["epoch"]), *self.recent]
             present = symptoms.of_run(trainer.config, read, trainer.first_ratio.clip, ranges)
-            for symptom in (each for each in present if each.name not in self.alerted):
-                self.log(f"alert, epoch {trainer.epoch}: {symptom.text}")
-                for tracker in self.accelerator.trackers:
-                    tracker.alert(symptom.name, symptom.text, trainer.epoch)
-            self.alerted = {symptom.name for symptom in present}
+            for name, text in present.items():
+                if name not in self.alerted:
+                    self.log(f"alert, epoch {trainer.epoch}: {text}")
+                    for tracker in self.accelerator.trackers:
+                        tracker.alert(name, text, trainer.epoch)
+            self.alerted = {*present}
         if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
             show(self.accelerator, folder, trainer.epoch, "best", "worst")
 

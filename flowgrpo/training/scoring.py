@@ -141,9 +141,7 @@ class Scoring:
         self._diversities = earlier | {turn: []}
         extremes, tally = self._before[turn]
         self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
-        self._tally = rewards.Tally(errors=self.errors)
-        self._tally.failed.update(tally.failed)
-        self._tally.said.update(tally.said)
+        self._tally = replace(tally, failed=tally.failed.copy(), said=tally.said.copy(), errors=self.errors)
 
     def fork(self) -> Scoring:
         """A copy that counts and keeps samples of another epoch; rewards and their lock are shared."""

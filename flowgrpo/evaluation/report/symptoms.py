@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,14 +26,6 @@ CEILING = 0.95  # share of a reward's range from which on its prompts are as goo
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
 
 
-@dataclass(frozen=True)
-class Symptom:
-    """Symptom by its name, with a line on the numbers and what to look at."""
-
-    name: str
-    text: str
-
-
 def solved(direction: float, means: Sequence[float | None], known: Scale | None, share: float = CEILING) -> bool:
     """True if a reward's means are all at its best score, as far as its range is known.
 
@@ -49,9 +40,10 @@ def solved(direction: float, means: Sequence[float | None], known: Scale | None,
 
 
 def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
-           ranges: Mapping[str, Scale | None] = {}) -> list[Symptom]:
-    """Symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are read. Of a
-    run whose trained rewards are at their ceiling a reward or a gradient that stays is no symptom.
+           ranges: Mapping[str, Scale | None] = {}) -> dict[str, str]:
+    """Symptoms by name, each with a line on the numbers and what to look at, after the last of a run's lines of
+    metrics, of which the first START and the last FLAT are read. Of a run whose trained rewards are at their ceiling a
+    reward or a gradient that stays is no symptom.
 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
     ranges: lowest and highest score of each reward.
@@ -73,7 +65,7 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
                  "weights are hardly the model's; go back to an earlier checkpoint with a smaller train.lr (now "
                  f"{config.train.rate})"),
              "small gradient": None if done else _tiny(config, lines[-1:])}
-    return [Symptom(name, text) for name, text in texts.items() if text]
+    return {name: text for name, text in texts.items() if text}
 
 
 def _column(lines: Sequence[dict[str, Any]], key: str, count: int) -> np.ndarray | None:

@@ -273,8 +273,8 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
               for tone, said in (blind(base["scores"], base.get("shuffled") or {}) if base else ())]
     # What looks wrong in the last epochs, and the check before the first update.
     first = last.get("first_ratio", {})
-    toned += [("warn", f"{symptom.name.capitalize()}: {symptom.text}.")
-              for symptom in symptoms.of_run(config, lines, first.get("clip"), ranges)]
+    toned += [("warn", f"{name.capitalize()}: {text}.")
+              for name, text in symptoms.of_run(config, lines, first.get("clip"), ranges).items()]
     if first.get("found") is not None:
         largest = f"{first['found']:.1e}" if first["found"] else "0"
         text = f"Before the first update, the largest |log ratio| of replay to rollout was {largest}"

@@ -7,7 +7,6 @@ For the critic of edits a buffer keeps samples of earlier epochs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -26,8 +25,8 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.types import Scored, unwrap
+from flowgrpo.training.kl_reference import KLReference, Replay
+from flowgrpo.types import unwrap
 
 
 class Recalling:
@@ -100,9 +99,6 @@ class Recalling:
         state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
                  if key.startswith("optimizer.")}
         checkpoint.load_optimizer(self.optimizer, state)
-
-
-Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
 class MeasuredCredit(Extension):

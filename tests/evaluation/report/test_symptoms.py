@@ -97,7 +97,7 @@ def lines(rewards, zero=0.2, clipped=0.1, ratio=1e-5, name="a"):
 
 
 def names(config, metrics, clip=1e-4):
-    return [symptom.name for symptom in of_run(validate(config), metrics, clip)]
+    return [*of_run(validate(config), metrics, clip)]
 
 
 def noisy(slope, count=FLAT):
@@ -131,11 +131,10 @@ def test_rewards_and_gradients_of_symptoms():
     assert names({"reward": {"a": 1.0}}, lines([None] * FLAT)) == []  # no sample had a score
     metrics = lines(noisy(0.01, 2))
     assert names({"reward": {"a": 1.0}}, [metrics[0], metrics[1] | {"weights/change": 2.9}]) == []
-    [large] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"weights/change": 5.4}], None)
-    assert large.name == "large weights" and "changed by 5.4 times" in large.text and "0.0003" in large.text
-    [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None)
-    assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in \
-        small.text
+    [(name, large)] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"weights/change": 5.4}], None).items()
+    assert name == "large weights" and "changed by 5.4 times" in large and "0.0003" in large
+    [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None).values()
+    assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in small
 
 
 ENDED = {"clip_fraction": 0.0, "log_ratio_max": 0.0, "grad_norm": 1e-9, "diversity": 1e-4, "adam_eps_share": 0.9}
@@ -154,8 +153,8 @@ def test_a_run_whose_prompts_are_solved_has_no_symptom_but_that(mean, weight, ze
     metrics = begun + [one | ENDED for one in lines([mean] * (FLAT - 1), zero=zero)]
     metrics[0] |= {"reward/a/mean": mean}
     told = of_run(config, metrics, 1e-4, {"a": known})
-    assert [symptom.name for symptom in told] == found
-    assert found != ["equal rewards"] or told[0].text.endswith("have the best score, so take harder prompts")
+    assert [*told] == found
+    assert found != ["equal rewards"] or told["equal rewards"].endswith("have the best score, so take harder prompts")
 
 
 def test_labels_of_a_file_have_no_reward_to_improve(tmp_path):
@@ -165,8 +164,8 @@ def test_labels_of_a_file_have_no_reward_to_improve(tmp_path):
 
 @pytest.mark.parametrize("share, count, said", [(0.95, EQUAL, True), (0.95, EQUAL - 1, False), (0.8, EQUAL, False)])
 def test_groups_of_equal_rewards(share, count, said):
-    [*found] = of_run(validate({"reward": {"a": 1.0}}), lines(noisy(0.01, count), zero=share), 1e-4)
-    assert [symptom.text.partition(" and teach")[0] for symptom in found] == \
+    found = of_run(validate({"reward": {"a": 1.0}}), lines(noisy(0.01, count), zero=share), 1e-4)
+    assert [text.partition(" and teach")[0] for text in found.values()] == \
         ["95 % of the groups of 5 epochs have equal rewards"] * said
 
 
@@ -182,10 +181,10 @@ def test_a_clip_that_never_acts_or_always(fraction, ratio, updates, clip, said):
 def test_the_report_says_the_same():
     config, metrics = validate({"reward": {"a": 1.0}}), lines(noisy(0.0), clipped=1.0)
     told = verdict.sentences(config, metrics, [], {"first_ratio": {"clip": 1e-4}}, False)
-    flat, clipped = of_run(config, metrics, 1e-4)
-    assert told[1:] == [{"tone": "warn", "text": f"Flat reward: {flat.text}."},
-                        {"tone": "warn", "text": f"Clip fraction: {clipped.text}."}]
-    assert "(a 0.500 to 0.500): look at train.lr" in flat.text and "range (1.0e-04)" in clipped.text
+    flat, clipped = of_run(config, metrics, 1e-4).values()
+    assert told[1:] == [{"tone": "warn", "text": f"Flat reward: {flat}."},
+                        {"tone": "warn", "text": f"Clip fraction: {clipped}."}]
+    assert "(a 0.500 to 0.500): look at train.lr" in flat and "range (1.0e-04)" in clipped
 
 
 @pytest.mark.parametrize("apart, norms, kl, said", [
@@ -198,9 +197,9 @@ def test_the_report_says_the_same():
 def test_a_collapse_is_told_by_diversity_gradient_and_kl(apart, norms, kl, said):
     metrics = [line | {"diversity": apart, "grad_norm": norm, "kl": kl}
                for line, norm in zip(lines(noisy(0.01, len(norms))), norms)]
-    [*found] = of_run(validate({"reward": {"a": 1.0}}), metrics, 1e-4)
-    assert [symptom.name for symptom in found] == ["collapse"] * (said is not None)
-    assert said is None or said in found[0].text
+    found = of_run(validate({"reward": {"a": 1.0}}), metrics, 1e-4)
+    assert [*found] == ["collapse"] * (said is not None)
+    assert said is None or said in found["collapse"]
 
 
 @pytest.mark.parametrize("counts, precision, said", [
@@ -208,6 +207,6 @@ def test_a_collapse_is_told_by_diversity_gradient_and_kl(apart, norms, kl, said)
     ([1, 3], "fp16", "3 of the updates so far were skipped")])
 def test_skipped_updates(counts, precision, said):
     metrics = [line | {"skipped_updates": count} for line, count in zip(lines(noisy(0.01, 2)), counts)]
-    [*found] = of_run(validate({"reward": {"a": 1.0}, "precision": precision}), metrics, 1e-4)
-    assert [symptom.text.startswith(said) for symptom in found] == [True] * (said is not None)
-    assert all(("fp16" in symptom.text) == (precision == "fp16") for symptom in found)
+    found = of_run(validate({"reward": {"a": 1.0}, "precision": precision}), metrics, 1e-4).values()
+    assert [text.startswith(said) for text in found] == [True] * (said is not None)
+    assert all(("fp16" in text) == (precision == "fp16") for text in found)
