@@ -52,10 +52,6 @@ class BestOf:
             best.append((scores.index(max(scores)), max(scores)))
         return best
 
-    def over(self, hand: Hand, fps: float | None) -> Hand:
-        """Generator whose samples are the best of several of another one's. fps: frames per second of clips."""
-        return BestHand(hand, self, fps)
-
     def as_json(self) -> dict[str, Any]:
         return {"best_of": self.count, "by": self.name}
 
@@ -81,7 +77,7 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
 
 @dataclass
 class BestHand:
-    """Generator whose samples are the best of several of another one's."""
+    """Generator whose samples are the best of several of another one's. fps: frames per second of clips."""
 
     hand: Hand
     best: BestOf

@@ -164,7 +164,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
-    hand, at_once = plan.drawer(processes.device), max(AT_ONCE, batch)
+    hand, at_once = draw.drawer(plan, processes.device), max(AT_ONCE, batch)
     failed: Counter[str] = Counter()
     for arm in plan.arms:
         processes.wait()  # the tuned samples are compared with the base's of all processes

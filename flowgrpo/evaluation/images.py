@@ -81,7 +81,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     plan = Plan(model, run, {arm: weight}, rlg, config.model_copy(update={"negative_prompt": ""}),
                 samplers.call_arguments(model, run, steps, guidance), count, seed, draw.IMAGES, precision, best,
                 enhancer)
-    painter = draw.Painter(plan, loading.place())
+    painter = draw.Drawer(plan, loading.place())
     painter.require_fit()
     if enhancer:
         enhancer(given)  # several at a time, and before a pipeline is loaded
@@ -94,7 +94,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                         f"{' or '.join(FILES[kind])} file, or of a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
         Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
-    sampler = best.over(painter, plan.fps) if best else painter
+    sampler = choice.BestHand(painter, best, plan.fps) if best else painter
     return [*draw_files(sampler, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
@@ -201,7 +201,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
     with paths.undone(ledger.folder):
         ledger.settle(settings)
-        hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        hand = draw.drawer(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         together = batch or plan.medium.together
         missing = [place for place in places if not ledger.has(place)]
         with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -225,13 +225,11 @@ class Medium:
     """Kind of sample.
 
     unit: name of a sample.
-    hand: makes the generator from a plan and a device.
     together: default number of samples per call.
     modality: as in rewards; None if the samples show it (images or clips).
     """
 
     unit: str
-    hand: Callable[[Plan, torch.device], Hand]
     ledger: type[Ledger] | type[TextLedger]
     together: int
     modality: str | None
@@ -264,10 +262,6 @@ class Plan:
     precision: str | None = None
     best: Any = None
     enhancer: Any = None
-
-    def drawer(self, device: torch.device) -> Hand:
-        hand = self.medium.hand(self, device)
-        return hand if self.best is None else self.best.over(hand, self.fps)
 
     def arm(self, name: str) -> Arm:
         """Arm of that name. With RLG all arms but the base are blends of one loaded pair."""
