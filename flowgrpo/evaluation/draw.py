@@ -25,7 +25,6 @@ from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.version import __version__
 
-
 IMAGES = Medium("image", Ledger, 1, None)
 TEXTS = Medium("text", TextLedger, 8, "text")
 DRAWINGS = Medium("image", Ledger, 8, "image")

@@ -5,9 +5,9 @@ them: the policy writes an answer while it reads a right and a wrong one of its 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from statistics import mode
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,35 +24,6 @@ from flowgrpo.training.extension import Run
 from flowgrpo.types import Completions
 
 TURN = 7_000  # separates the draws of explanations from those of an epoch's samples
-
-
-def first_explanation(run: Run, source: Explained, prompt: Prompt, place: int, right: Sequence[Tensor],
-              wrong: Sequence[Tensor]) -> list[Tensor]:
-    """The first explanation of a prompt whose total reward reaches `source.right`, as tokens [n], in a list; none if
-    none does, if a side has no sample, or if the richer prompt does not fit the model's context.
-    place: of the prompt in its epoch. right, wrong: tokens of its samples."""
-    policy: Any = run.policy
-    losers = Counter(_text(policy, ids) for ids in wrong)
-    if not right or not losers:
-        return []
-    shown = source.template.format(prompt=prompt.text, right=_text(policy, right[0]), wrong=losers.most_common(1)[0][0])
-    try:
-        policy.require_context([shown])
-    except UserError:
-        return []
-    seed = seeder(run.config.seed, run.epoch, TURN + place * source.tries)
-    encoded = policy.encode([shown] * source.tries, images=[prompt.brings] * source.tries)
-    sampled = policy.sample(encoded, run.method.generation.decoding,
-                            policy.generators(seed(0, number) for number in range(source.tries)),
-                            torch.zeros(source.tries, dtype=torch.bool))
-    totals = run.scoring.total([prompt], sampled.texts, source.tries)[0]
-    fits = [number for number, total in enumerate(totals.tolist())
-            if total >= source.right and sampled.mask[number].any()]
-    return [sampled.ids[number][sampled.mask[number]].cpu() for number in fits[:1]]
-
-
-def _text(policy: Any, ids: Tensor) -> str:
-    return str(policy.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Examples:
@@ -122,8 +93,8 @@ class Examples:
         winners = self._winners(of_group, right, parts)
         if isinstance(self.source, Explained):
             losers = self._winners(of_group, ~right & ~local.isnan(), parts)
-            winners = {place: first_explanation(self.run, self.source, prompt, place, winners.get(place, []),
-                                        losers.get(place, [])) for place, prompt in enumerate(prompts.values())}
+            winners = {place: self._explain(self.source, prompt, place, winners.get(place, []), losers.get(place, []))
+                       for place, prompt in enumerate(prompts.values())}
         # The newest epoch decides: what an earlier one collected of the same prompt goes.
         for (key, prompt), (good, count) in zip(prompts.items(), passed.tolist()):
             takes = self.source.takes(good, count)
@@ -154,6 +125,30 @@ class Examples:
             if content.numel():
                 winners.setdefault(place, []).append(content)
         return winners
+
+    def _explain(self, source: Explained, prompt: Prompt, place: int, right: Sequence[Tensor], wrong: Sequence[Tensor]
+                 ) -> list[Tensor]:
+        """The first explanation of a prompt whose total reward reaches `source.right`, as tokens [n], in a list; none
+        if none does, if a side has no sample, or if the richer prompt does not fit the model's context.
+        place: of the prompt in its epoch. right, wrong: tokens of its samples."""
+        run, policy, tries = self.run, cast(Any, self.run.policy), source.tries
+        texts = [str(policy.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (*right[:1], *wrong)]
+        if not right or not wrong:
+            return []
+        shown = source.template.format(prompt=prompt.text, right=texts[0], wrong=mode(texts[1:]))
+        try:
+            policy.require_context([shown])
+        except UserError:
+            return []
+        seed = seeder(run.config.seed, run.epoch, TURN + place * tries)
+        sampled = policy.sample(policy.encode([shown] * tries, images=[prompt.brings] * tries),
+                                run.method.generation.decoding,
+                                policy.generators(seed(0, number) for number in range(tries)),
+                                torch.zeros(tries, dtype=torch.bool))
+        totals = run.scoring.total([prompt], sampled.texts, tries)[0]
+        fits = [number for number, total in enumerate(totals.tolist())
+                if total >= source.right and sampled.mask[number].any()]
+        return [sampled.ids[number][sampled.mask[number]].cpu() for number in fits[:1]]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -123,25 +123,13 @@ def require_same(config: Config, last: Path) -> list[str]:
 
 
 def check(setup: Setup) -> None:
-    """Raise UserError in the first process if the run's folder is another run's, or must be archived and cannot be."""
-    if setup.first:
-        require_free(setup.config.folder)
-        if not setup.resumes:
-            require_outside(setup.config)
-
-
-def require_free(folder: Path) -> None:
-    """Raise UserError if another run is writing to the folder."""
-    if folder.is_dir():
-        with lock_run(folder):
-            pass
-
-
-def require_outside(config: Config) -> None:
-    """Raise UserError if the run's folder is to be archived and holds files that this run reads.
-    Its own list of prompts is exempt: it is written again."""
-    folder = config.folder
-    if not holds_run(folder):
+    """Raise UserError in the first process if another run is writing to the run's folder, or if the folder is to be
+    archived and holds files that this run reads. Its own list of prompts is exempt: it is written again."""
+    config, folder = setup.config, setup.config.folder
+    if not setup.first:
+        return
+    require_free(folder)
+    if setup.resumes or not holds_run(folder):
         return
     named: dict[str, list[Any]] = {
         "model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
@@ -151,6 +139,13 @@ def require_outside(config: Config) -> None:
         if not apart and Path(value).resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{key} is {value}, in the folder of an earlier run, which a new run of the same name "
                             "would rename: give this one another name (--name)")
+
+
+def require_free(folder: Path) -> None:
+    """Raise UserError if another run is writing to the folder."""
+    if folder.is_dir():
+        with lock_run(folder):
+            pass
 
 
 def holds_run(folder: Path) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor
 from flowgrpo import domains
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edits import Editor, prompt_tokens
 from flowgrpo.rollouts.base import Encoded
@@ -25,7 +24,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.kl_reference import KLReference, Replay
+from flowgrpo.training.kl_reference import Replay
 from flowgrpo.types import unwrap
 
 
@@ -107,62 +106,55 @@ class MeasuredCredit(Extension):
     def on_drawn(self, epoch: Epoch) -> None:
         epoch.parts = self.trainer.with_oom_retry(partial(self._measure, epoch), "update")
 
+    @torch.no_grad()
     def _measure(self, epoch: Epoch) -> list[Part]:
-        trainer, parts, replay = self.trainer, epoch.parts, self._replay(epoch)
-        if trainer.method.needs:
-            parts = measure_decisions(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
-        trainer.kl_reference.score_samples(parts, replay, trainer.processes)
+        """The epoch's parts with the entropies of their decisions and their log-probabilities under the reference, as
+        far as the credit reads them; the policy is still the one that drew them."""
+        needs, processes, reference = self.trainer.method.needs, self.trainer.processes, self.trainer.kl_reference
+        parts, replay = epoch.parts, self._replay(epoch)
+        if "entropy" in needs:
+            with processes.collective():
+                measured = []
+                for part in parts:
+                    entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
+                    for k, rows, new in replay(part):
+                        entropies[k][rows] = unwrap(new.entropy).to(entropies[k])
+                    transitions = tuple(replace(taken, old=replace(taken.old, entropy=entropy))
+                                        for taken, entropy in zip(part.transitions, entropies))
+                    measured.append(replace(part, transitions=transitions))
+                parts = measured
+        if "reference" in needs:
+            with processes.collective():
+                parts = [part.with_measured(reference=reference.leaves(part, replay)) for part in parts]
+        reference.score_samples(parts, replay, processes)
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         trainer, method, memory = self.trainer, self.trainer.method, self.trainer.memory
         if "drift" in method.needs and method.target.has_logp:
-            work = partial(drift, epoch.parts, self._replay(epoch), trainer.processes)
+            work = partial(self._drift, epoch)
             memory["drift"] = memory.get("drift", 0.0) + trainer.with_oom_retry(work, "update")
         return {}
 
+    @torch.no_grad()
+    def _drift(self, epoch: Epoch) -> float:
+        """The KL of the policy that drew the epoch to the present one, the mean of r - 1 - log r over the decisions of
+        all processes but those under guidance that is not learned; 0 without any."""
+        total, processes = torch.zeros(2, dtype=torch.float64), self.trainer.processes  # sum and number
+        with processes.collective():
+            for part in epoch.parts:
+                for k, rows, new in self._replay(epoch)(part):
+                    old = part.transitions[k].old.rows(rows)
+                    log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
+                    if old.guided is not None:
+                        counted = counted & ~old.guided.cpu()[:, None]
+                    terms = (log_ratio.expm1() - log_ratio).where(counted, 0)
+                    total += torch.stack([terms.double().sum(), counted.sum()])
+        value, count = processes.gather(total[None]).sum(0).tolist()
+        return value / count if count else 0.0
+
     def _replay(self, epoch: Epoch) -> Replay:
         return partial(self.trainer.rollouts.replay, conditioning=epoch.conditioning)
-
-
-@torch.no_grad()
-def measure_decisions(method: Method, parts: list[Part], replay: Replay, reference: KLReference, processes: Processes
-             ) -> list[Part]:
-    """The parts with the entropies of their decisions and their log-probabilities under the reference, as far as the
-    credit reads them; the policy is still the one that drew them."""
-    if "entropy" in method.needs:
-        with processes.collective():
-            measured = []
-            for part in parts:
-                entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
-                for k, rows, new in replay(part):
-                    entropies[k][rows] = unwrap(new.entropy).to(entropies[k])
-                transitions = tuple(replace(taken, old=replace(taken.old, entropy=entropy))
-                                    for taken, entropy in zip(part.transitions, entropies))
-                measured.append(replace(part, transitions=transitions))
-            parts = measured
-    if "reference" in method.needs:
-        with processes.collective():
-            parts = [part.with_measured(reference=reference.leaves(part, replay)) for part in parts]
-    return parts
-
-
-@torch.no_grad()
-def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
-    """The KL of the policy that drew the parts to the present one, the mean of r - 1 - log r over the decisions of all
-    processes but those under guidance that is not learned; 0 without any."""
-    total = torch.zeros(2, dtype=torch.float64)  # sum and number
-    with processes.collective():
-        for part in parts:
-            for k, rows, new in replay(part):
-                old = part.transitions[k].old.rows(rows)
-                log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
-                if old.guided is not None:
-                    counted = counted & ~old.guided.cpu()[:, None]
-                terms = (log_ratio.expm1() - log_ratio).where(counted, 0)
-                total += torch.stack([terms.double().sum(), counted.sum()])
-    value, count = processes.gather(total[None]).sum(0).tolist()
-    return value / count if count else 0.0
 
 
 class ValueModel(Extension):
