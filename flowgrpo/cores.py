@@ -62,15 +62,12 @@ def read() -> Reading:
     busy = sum(of.user + of.system + (of.nice if polite and hasattr(of, "nice") else 0.0) +
                sum(getattr(of, name, 0.0) for name in ("irq", "softirq", "steal"))
                for core, of in enumerate(times) if allowed is None or core in allowed)
-    return Reading(time.monotonic(), busy, time.process_time(), dict(_tasks()), tuple(limits()))
-
-
-def _tasks() -> Iterator[tuple[int, tuple[float, float]]]:
-    """Yield the number of each thread, with the seconds that it ran and waited; nothing but on Linux."""
-    for folder in (SELF / "task").glob("[0-9]*"):
+    tasks = {}
+    for folder in (SELF / "task").glob("[0-9]*"):  # none but on Linux
         with suppress(OSError, ValueError):  # it ended, or the kernel does not count
             ran, waited = (folder / "schedstat").read_text().split()[:2]
-            yield int(folder.name), (int(ran) / 1e9, int(waited) / 1e9)
+            tasks[int(folder.name)] = int(ran) / 1e9, int(waited) / 1e9
+    return Reading(time.monotonic(), busy, time.process_time(), tasks, tuple(limits()))
 
 
 def affinity() -> set[int] | None:

@@ -58,24 +58,19 @@ def _load_and_run(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dic
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
     listed = provenance.prompt_lines(config, prompts) if setup.first else None
     with restore_pipeline(setup.loaded), matmul_precision(config.precision, setup.device):
-        return _train(ready, loaded, listed)
-
-
-def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
-    """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
-    setup = ready.setup
-    policy = build.make_policy(setup.config, setup.device, loaded)
-    config = batch_size.fit_micro_batch(setup.config, policy, setup.split[0][0], Processes(ready.accelerator))
-    trainer = Trainer(config, ready.accelerator, policy, setup.trained, setup.split)
-    if ready.last:
-        state.restore(trainer, ready.last)
-    trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
-    with endings.explain_not_finite(trainer, config.folder):
-        return trainer.extensions.whole_run(partial(_run, ready, trainer, listed))
+        policy = build.make_policy(config, setup.device, loaded)
+        config = batch_size.fit_micro_batch(config, policy, setup.split[0][0], Processes(ready.accelerator))
+        trainer = Trainer(config, ready.accelerator, policy, setup.trained, setup.split)
+        if ready.last:
+            state.restore(trainer, ready.last)
+        trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
+        with endings.explain_not_finite(trainer, config.folder):
+            return trainer.extensions.whole_run(partial(_run, ready, trainer, listed))
 
 
 def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
-    """Try the rewards of a trainer, then measure, train, and measure again."""
+    """Try the rewards of a trainer, then measure, train, and measure again. listed: the content of the run's own prompt
+    file."""
     setup, resumed, config, policy = ready.setup, ready.last is not None, trainer.config, trainer.policy
     folder, measured = config.folder, setup.measured
     trial.require(trainer, measured)
@@ -105,10 +100,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         trained = summary.get("trained", {"said": []})
         changes_nothing = trained.get("nothing", False)
         if trainer.processes.first and not changes_nothing:
-            from flowgrpo.export.export import for_comfyui
-
-            if told := for_comfyui(config, folder, policy):
-                print(told, flush=True)
+            endings.export_for_comfyui(config, folder, policy)
         metrics.show(ready.accelerator, folder, trainer.epoch, *["before"] * anew, "after", "best", "worst")
         # The first process has written everything, and every process knows whether nothing was trained.
         return summary | {"trained": trained | {"nothing": trainer.processes.any(changes_nothing)}}

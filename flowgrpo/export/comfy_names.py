@@ -181,7 +181,8 @@ def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Cal
         if program == "kohya":  # whose scripts have other names for the T5 of FLUX and the CLIP of SD 1.5
             alone = "unet" in known and "text_encoder_2" not in known
             start = "lora_te3_" if cls in T5 else "lora_te_" if alone else start
-        return lambda layer: Place(_join_layer(start, _clip(layer) if cls in CLIP else layer))
+        inner = "text_model." if cls in CLIP else ""  # the inner model's name, which some versions of transformers omit
+        return lambda layer: Place(_join_layer(start, inner + layer.removeprefix(inner)))
     has = "ComfyUI has" if program == "comfyui" else "the scripts of kohya have"
     raise UserError(f"{has} no name for the {part} ({cls or 'of an unknown class'}): use --form merged, or load the "
                     "run's own file with diffusers")
@@ -189,8 +190,3 @@ def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Cal
 
 def _join_layer(prefix: str, layer: str) -> str:
     return prefix + (layer.replace(".", "_") if prefix.endswith("_") else layer)
-
-
-def _clip(layer: str) -> str:
-    """Add the name of the inner model, which some versions of transformers omit."""
-    return layer if layer.startswith("text_model.") else f"text_model.{layer}"

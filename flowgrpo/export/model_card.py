@@ -85,12 +85,6 @@ def gallery(run: Path) -> list[Pair]:
     return pairs
 
 
-def widget(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Hub's gallery of tuned samples, with the source of each that has one."""
-    return [({"src": pair.brought[0][1], "prompt": pair.prompt} if pair.brought else {})
-            | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
-
-
 def prompts(config: Config) -> str:
     """Table of the prompts' sides: set or file, number of lines, SHA-256; and that a test set was trained on."""
     known = sets.SETS.get(config.prompts)
@@ -152,10 +146,6 @@ def cost(summary: dict[str, Any], run: Path) -> str:
             f"({hours:.3g} hours{on})")
 
 
-def hashes(run: Path) -> str:
-    return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
-
-
 def _table(rows: Sequence[Sequence[str]], align: Sequence[str] = ()) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], align or ["---"] * len(rows[0]), *rows[1:]])
 
@@ -176,6 +166,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     siblings = "\n".join(
         f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
         for found in kept.read(run).values())
+    hashes = "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
     sourced = any(pair.brought for pair in pairs)
     samples = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
                 *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
@@ -194,7 +185,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
         "Rewards": rewards(config),
         "Training": f"{settings(config, summary, run)}\n\nMade with: {made_with}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
-        "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes(run)}",
+        "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes}",
         "Limits": limits(config, summary),
         "Licence": _licence(config, licence)}
     body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
@@ -248,10 +239,13 @@ def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, p
     on_hub = re.fullmatch(HUB_ID, config.model) and not Path(config.model).is_dir() and not sources.is_file(
         config.model)
     base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
+    # The hub's gallery of tuned samples, with the source of each that has one.
+    widget = [({"src": pair.brought[0][1], "prompt": pair.prompt} if pair.brought else {})
+              | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
     return {**base, "library_name": library, "license": "other", **licence,
             "pipeline_tag": task(config, sample, pairs[0].brought if pairs else ()),
             "tags": ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])],
-            **({"widget": widget(pairs)} if pairs else {})}
+            **({"widget": widget} if pairs else {})}
 
 
 def licence_of(place: str) -> dict[str, str]:

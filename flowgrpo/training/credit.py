@@ -53,28 +53,20 @@ def compare(trainer: Run, epoch: Epoch) -> list[Part]:
 
 def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
     """Inputs of credit besides rewards, of all processes in one order of prompts. keys: of all groups."""
-    scoring, strides = trainer.scoring, len(trainer.method.rollout.strides)
-    groups, samples = _groups(trainer, epoch, keys), _samples(trainer, epoch.parts)
-    weights = scoring.weights
+    scoring, shape, needs, parts = trainer.scoring, trainer.geometry, trainer.method.needs, epoch.parts
+    weights, strides = scoring.weights, len(trainer.method.rollout.strides)
     rewards = RewardColumns(list(weights) * strides, list(weights.values()) * strides, scoring.paired * strides)
-    return Context(RunState(trainer.epoch, trainer.config.train.epochs, trainer.memory), rewards, groups, samples)
-
-
-def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
-    shape, splits = trainer.geometry, trainer.rollouts.splits(trainer.epoch)
+    # Prompts of the groups, in the order in which the processes trained them.
     of = shape.repeat_per_slice(keys)
-    places = [int(place) for part in epoch.parts for place in part.prompts[::shape.group]]
+    places = [int(place) for part in parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
     prompts = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
     metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
-    return PromptGroups(prompts, [metadata.get(key, {}) for key in prompts], splits)
-
-
-def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
-    needs, group = trainer.method.needs, trainer.config.train.group
-    measured = {name: value.unflatten(0, (-1, group)).float()
+    groups = PromptGroups(prompts, [metadata.get(key, {}) for key in prompts], trainer.rollouts.splits(trainer.epoch))
+    # Measurements of their samples.
+    measured = {name: value.unflatten(0, (-1, trainer.config.train.group)).float()
                 for name, value in trainer.processes.gather_named(leaves_of(parts)).items()}
-    return SampleMeasures(
+    samples = SampleMeasures(
         logp=measured["logp"],
         reference=measured["reference"] if "reference" in needs else None,
         likelihood=trainer.kl_reference.likelihood,
@@ -85,6 +77,7 @@ def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
         penalty=measured.get("penalty"),
         predicted=measured.get("predicted"),
         baseline=measured.get("baseline"))
+    return Context(RunState(trainer.epoch, trainer.config.train.epochs, trainer.memory), rewards, groups, samples)
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
+from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights import adapters
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
@@ -159,3 +161,11 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
     if whole:
         state.save(trainer, folder, wait)
     return whole
+
+
+def export_for_comfyui(config: Config, folder: Path, policy: Policy) -> None:
+    """Write a file for ComfyUI if it does not read the run's own, and print which file it takes."""
+    from flowgrpo.export.export import for_comfyui
+
+    if told := for_comfyui(config, folder, policy):
+        print(told, flush=True)

@@ -94,14 +94,6 @@ def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     return values
 
 
-def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
-    """Settings that differ, with the value of each run; empty where a run has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
-    rows = {key: ["" if key not in run.settings else "none" if run.settings[key] is None else str(run.settings[key])
-                  for run in runs] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
 def _text(text: str) -> str:
     return html.escape(plain(text))
 
@@ -148,7 +140,11 @@ def chart(lines: list[list[tuple[int, float]]], label: str) -> str:
 
 
 def table(runs: Sequence[Compared]) -> str:
-    rows = differing(runs)
+    """Settings that differ, with the value of each run; empty where a run has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
+    every = {key: ["" if key not in run.settings else "none" if run.settings[key] is None else str(run.settings[key])
+                   for run in runs] for key in keys}
+    rows = {key: values for key, values in every.items() if len(set(values)) > 1}
     if not rows:
         return "<h2>Settings</h2>\n<p>All settings are the same.</p>\n"
     heads = "".join(f"<th>{_text(run.label)}</th>" for run in runs)
