@@ -137,9 +137,8 @@ def writes(trainer: Run, place: Path, copied: bool = False) -> list[Callable[[],
         rows, whole = ({key: tensor.detach().to("cpu", copy=True) for key, tensor in some.items()}
                        for some in (rows, whole))
         values = copy.deepcopy(values)
-
-    steps = [(processes.first, partial(checkpoint.save, place, epoch, whole, values, trainer.config.train.keep,
-                                       begun=sharded))]
+    steps: list[tuple[bool, Callable[[], object]]] = [(processes.first, partial(
+        checkpoint.save, place, epoch, whole, values, trainer.config.train.keep, begun=sharded))]
     if sharded:
         index, count, holds = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
         steps.insert(0, (holds, partial(checkpoint.save_shard, place, epoch, rows, index, count)))
