@@ -327,7 +327,10 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
         show(console, f"{name} on {of['prompts']} held-out {of['of']}", caption,
              ("task", "before", "after", "change"), cells(tasks), rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
-    console.print(f"{describe_time(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
+    since, epochs = ("since it was resumed", " of all epochs") if summary["resumed"] else (
+        "in all, with loading and evaluation", "")
+    console.print(f"{summary['total_seconds']:.0f} s {since}, {summary['seconds']:.0f} s of training{epochs}; "
+                  f"{summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_sample']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
@@ -341,9 +344,3 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
     console.print(f"{pairs}report: {folder / report.FILE}", highlight=False)
     for sentence in verdict:
         console.print(plain(sentence), highlight=False)
-
-
-def describe_time(summary: dict[str, Any]) -> str:
-    since = "since it was resumed" if summary["resumed"] else "in all, with loading and evaluation"
-    epochs = " of all epochs" if summary["resumed"] else ""
-    return f"{summary['total_seconds']:.0f} s {since}, {summary['seconds']:.0f} s of training{epochs}"

@@ -80,8 +80,14 @@ def quote(value: object) -> str:
 
 
 def lora_hashes(run: Path | None) -> str | None:
-    files = weight_files(run) if run is not None else []
-    return ", ".join(f"{name}: {tensors_hash(file)[:12]}" for name, file in files) or None
+    """AUTOMATIC1111's hashes of trained weights: the first digits of the SHA-256 of a file's tensors, without its
+    header."""
+    hashes = []
+    for name, file in weight_files(run) if run is not None else ():
+        with file.open("rb") as opened:
+            opened.seek(8 + int.from_bytes(opened.read(8), "little"))
+            hashes.append(f"{name}: {hashlib.file_digest(opened, 'sha256').hexdigest()[:12]}")
+    return ", ".join(hashes) or None
 
 
 def weight_files(run: Path) -> list[tuple[str, Path]]:
@@ -106,13 +112,6 @@ def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders:
             "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders),
             "sources": [list(files) for files in sources]}
     return {"flowgrpo": json.dumps(told | further, ensure_ascii=False)}
-
-
-def tensors_hash(file: Path) -> str:
-    """SHA-256 of a safetensors file's tensors, without its header: AUTOMATIC1111's hash of a LoRA."""
-    with file.open("rb") as opened:
-        opened.seek(8 + int.from_bytes(opened.read(8), "little"))
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def free(path: Path) -> Path:

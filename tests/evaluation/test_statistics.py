@@ -381,11 +381,12 @@ def test_all_rows_of_a_table_have_intervals_of_one_kind(capsys):
     assert cells(strict)[1][:2] == ["b", "1.000 [0.207, 1.000]"]
 
 
-def test_small_changes_and_resumed_runs():
-    rows = compare_rewards(measured(0.0071, 0.0073, tasks="ab"), measured(0.0064, 0.0062, tasks="ab"), 1)["[b]"]
-    assert cells(rows)[0] == ["a", "0.00710", "0.00640", "-0.00070"]
+def test_small_changes_and_resumed_runs(tmp_path, capsys):
+    before, after = measured(0.0071, 0.0073, tasks="ab"), measured(0.0064, 0.0062, tasks="ab")
+    assert cells(compare_rewards(before, after, 1)["[b]"])[0] == ["a", "0.00710", "0.00640", "-0.00070"]
     told = {"total_seconds": 12.0, "seconds": 40.0, "resumed": True}
-    assert held_out.describe_time(told) == "12 s since it was resumed, 40 s of training of all epochs"
+    held_out.print_report(summary(before, after) | told, "", tmp_path)
+    assert "12 s since it was resumed, 40 s of training of all epochs; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("values, changes, expected", [
