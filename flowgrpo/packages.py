@@ -103,6 +103,8 @@ def import_failure(error: BaseException) -> str | None:
 
 def _mismatch(error: BaseException, name: str) -> str:
     """Line about the distribution `name`, which cannot be imported."""
+    from packaging.utils import canonicalize_name
+
     lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         lacking = error.obj.__name__
@@ -111,7 +113,11 @@ def _mismatch(error: BaseException, name: str) -> str:
         return f"{name} {version(name)} lacks {other} ({_line(error)}): pip install {other}"
     beside = f" with {other} {version(other)}" if other and other != name else ""
     cure = f"pip install --upgrade {name}{f' {other}' if beside else ''}"
-    if name in _optional():
+    # Packages that extras alone bring can go.
+    needs = [need for need in _requirements() if need.name != "flowgrpo"]
+    required = {str(canonicalize_name(need.name)) for need in needs if not need.marker}
+    extra = {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)}
+    if name in extra - required:
         cure += f", or pip uninstall {name}, which is optional"
     return f"{name} {version(name)} does not work{beside} ({_line(error)}): {cure}"
 
@@ -141,15 +147,6 @@ def _requirements() -> list[Requirement]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return [*map(Requirement, metadata.requires("flowgrpo") or [])]
     return []
-
-
-def _optional() -> set[str]:
-    """Packages that extras alone bring."""
-    from packaging.utils import canonicalize_name
-
-    needs = [need for need in _requirements() if need.name != "flowgrpo"]
-    return {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)} - {
-        str(canonicalize_name(need.name)) for need in needs if not need.marker}
 
 
 def _fits(need: Requirement, found: str) -> bool:

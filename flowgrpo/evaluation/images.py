@@ -127,8 +127,8 @@ def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(iter
         return False
     if count != 1:
         raise UserError(f"--output {output}: is the file of one sample, got {count}: name a folder")
-    if ending == ".mp4":
-        clips.require(f"--output {output}")
+    if ending == ".mp4" and clips.encoder() is None:
+        raise UserError(f"--output {output}: {clips.MISSING}")
     require_file(output)
     return True
 

@@ -82,6 +82,7 @@ def evaluate(source: str, model: str, lora: str | None = None, steps: int | None
     functions = run_rewards.rewards_by_name(config, [])
     if lacking := [name for name in config.rewards if name in own[0] and name not in functions]:
         raise UserError(f"reward {lacking[0]!r} {run_rewards.WHY}: add {trust.FLAG} if you trust the run")
+    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else MICRO_BATCH
     # The sibling alone, and with the LoRA at each weight.
     with worn_sibling(config, sibling, run, precision) as (policy, worn):
         def measured(weight: float) -> Measured:
@@ -89,7 +90,7 @@ def evaluate(source: str, model: str, lora: str | None = None, steps: int | None
                 sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), Processes(),
                                        sibling.name)
                 found = measure(policy, sound, functions, steps=sibling.steps, guidance=sibling.guidance,
-                                samples=config.eval.samples, micro_batch=rows_of(config),
+                                samples=config.eval.samples, micro_batch=rows,
                                 negative=config.negative_prompt, keep=min(config.eval.grid, SHOWN),
                                 title=f"{sibling.name}{f', LoRA at {weight:g}' if weight else ''}", model=model,
                                 reference=None if not weight else lambda: worn(0.0), run_seed=seed)
@@ -100,10 +101,6 @@ def evaluate(source: str, model: str, lora: str | None = None, steps: int | None
     path = kept.write(run, result, base, found)
     report.write(run)
     return path, result
-
-
-def rows_of(config: Config) -> int:
-    return config.train.micro_batch if isinstance(config.train.micro_batch, int) else MICRO_BATCH
 
 
 def own_scores(run: Path, config: Config) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

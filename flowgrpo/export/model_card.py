@@ -108,11 +108,6 @@ def prompts(config: Config) -> str:
     return note + _table([["split", "set", "number", "SHA-256"], *rows])
 
 
-def rewards(config: Config) -> str:
-    return "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
-                     for label, rule in (config.trained | config.extra_rewards).items())
-
-
 def _version(label: str, rule: WatchRule) -> str:
     name = rule.use or label
     of = ", ".join(f"{key} {code(str(rule.args[key]))}" for key in OF_WEIGHTS if key in rule.args)
@@ -122,11 +117,6 @@ def _version(label: str, rule: WatchRule) -> str:
     if file.suffix == ".py":
         return f"SHA-256 of the file `{sha256(file)}`" if file.is_file() else "in a file of its author"
     return of or "of an installed package, a folder or an address"
-
-
-def method(config: Config) -> str:
-    parts = yaml.safe_dump(config.parts, default_flow_style=True, width=10_000).strip() if config.parts else ""
-    return code(config.method) + (f" with {code(parts)}" if parts else "")
 
 
 def _machine(run: Path) -> dict[str, Any]:
@@ -182,7 +172,8 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
                                f"![The same prompts and seeds before and after]({page})",
                                "![Rewards over training](curves.png)"]),
         "Prompts": prompts(config),
-        "Rewards": rewards(config),
+        "Rewards": "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
+                             for label, rule in (config.trained | config.extra_rewards).items()),
         "Training": f"{settings(config, summary, run)}\n\nMade with: {made_with}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
         "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes}",
@@ -317,7 +308,9 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     batch = f"{quantity(train.prompts, 'prompt')} x {quantity(train.group, 'sample')} each"
     epochs = f"{summary['epochs']}, {batch}; {quantity(summary['updates'], 'update')}"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"
-    rows = {"method": method(config), "rewards": _reward_sum(config), "sample with": measured,
+    parts = yaml.safe_dump(config.parts, default_flow_style=True, width=10_000).strip() if config.parts else ""
+    method = code(config.method) + (f" with {code(parts)}" if parts else "")
+    rows = {"method": method, "rewards": _reward_sum(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
             "learning rate": f"{rate}, {train.schedule}", "precision": config.precision,
             "cost": cost(summary, run),

@@ -36,9 +36,8 @@ class Examples:
     def __init__(self, part: DataLoss, run: Run):
         source, text = part.source, isinstance(part, (NextToken, PreferencePairs))
         self.source, self.run, self.text = source, run, text
-        of = pairs if isinstance(part, (PreferencePairs, PicturePairs)) else load_examples
         self.recorded: dict[str, list[Example]] = {}
-        for example in of(source.path, run.prompts, run.held_out, text):
+        for example in self._read(source.path, isinstance(part, (PreferencePairs, PicturePairs))):
             self.recorded.setdefault(example.prompt.text, []).append(example)
         self.collected: list[Example] = []
         self.marked: list[Example] = []
@@ -46,6 +45,29 @@ class Examples:
             cure = ", or give the prompts an answer" if text else ""
             raise UserError("parts.data.source is Recorded, but nothing is recorded for a training prompt: set its "
                             f"path to a .jsonl file of demonstrations{cure}")
+
+    def _read(self, path: str, of_pairs: bool) -> Iterator[Example]:
+        """Yield the recorded examples, or pairs that are no ties, without those of held-out prompts.
+        path: of a file; empty: the answers in the training prompts' metadata, for a language model.
+        Raises UserError for images in a file for a language model, and for answers in one for a pipeline."""
+        prompts, text = self.run.prompts, self.text
+        known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in self.run.held_out}
+        for pair in without_ties(load_pairs(path, text)) if of_pairs else ():
+            if pair.prompt not in unseen:
+                margin = pair.margins.get(OVERALL, 1.0)
+                yield Example(known.get(pair.prompt, Prompt(pair.prompt)), str(pair.chosen),
+                              margin if margin > 0 else 1.0, rejected=str(pair.rejected))
+        if not path and text and not of_pairs:
+            yield from (Example(prompt, answer) for prompt in prompts if (answer := answer_of(prompt)) is not None)
+        for record in load_demonstrations(path) if path and not of_pairs else ():
+            content = record.text if text else record.image
+            if content is None:
+                got, expected = ("an image", "a text") if text else ("a text", "an image")
+                raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has {got}, expected "
+                                f"{expected} for this model")
+            if record.prompt not in unseen:
+                yield Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward,
+                              record.source)
 
     @property
     def pool(self) -> list[Example]:
@@ -171,30 +193,3 @@ class Examples:
     def mark(self) -> None:
         """Take what is collected for a checkpoint, at the end of an epoch."""
         self.marked = list(self.collected)
-
-
-def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> Iterator[Example]:
-    """Yield the recorded examples, without those of held-out prompts.
-    path: of a file; empty: the answers in the training prompts' metadata, for a language model.
-    Raises UserError for images in a file for a language model, and for answers in one for a pipeline."""
-    known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
-    if not path and text:
-        yield from (Example(prompt, answer) for prompt in prompts if (answer := answer_of(prompt)) is not None)
-    for record in load_demonstrations(path) if path else ():
-        content = record.text if text else record.image
-        if content is None:
-            got, expected = ("an image", "a text") if text else ("a text", "an image")
-            raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has {got}, expected "
-                            f"{expected} for this model")
-        if record.prompt not in unseen:
-            yield Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward, record.source)
-
-
-def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> Iterator[Example]:
-    """Yield the pairs of a file, as `load_examples` does; ties are left out."""
-    known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
-    for pair in without_ties(load_pairs(path, text)):
-        if pair.prompt not in unseen:
-            margin = pair.margins.get(OVERALL, 1.0)
-            yield Example(known.get(pair.prompt, Prompt(pair.prompt)), str(pair.chosen), margin if margin > 0 else 1.0,
-                          rejected=str(pair.rejected))

@@ -43,12 +43,6 @@ def encoder() -> str | None:
         return shutil.which("ffmpeg")
 
 
-def require(what: str) -> None:
-    """Raise UserError that begins with `what` if there is no ffmpeg."""
-    if encoder() is None:
-        raise UserError(f"{what}: {MISSING}")
-
-
 def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
     """RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
 
