@@ -45,7 +45,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
             if not change <= UNUSABLE:
                 raise UserError(f"the updates of epoch {trainer.epoch + 1} have ruined the weights, which changed by "
                                 f"{change:.1e} times the size of a usual layer, and are not saved: train.lr "
-                                f"({train.rate}) is too large: {endings.way_back(trainer, folder)}")
+                                f"({trainer.config.train.rate}) is too large: {endings.way_back(trainer, folder)}")
             metrics |= trainer.optimization.eps_share(metrics["grad_norm"])
             # Count it, as a checkpoint will have it: what follows may be stopped, and comes again on resuming.
             progress.reward_seconds += metrics["seconds/reward"]
