@@ -130,7 +130,7 @@ def writes(trainer: Run, place: Path, copied: bool = False) -> list[Callable[[],
             if processes.first:
                 checkpoint.begin(place, epoch)
     tensors, values = contents(trainer)
-    owners = {key: owner(trainer, key, tensor.ndim) for key, tensor in tensors.items()}
+    owners = {key: owner(trainer, key, tensor.ndim) if sharded else None for key, tensor in tensors.items()}
     rows = {key: shards.local(tensors[key]) for key, parameter in owners.items() if parameter is not None}
     whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
     if copied:
