@@ -53,9 +53,7 @@ def compare(trainer: Run, epoch: Epoch) -> list[Part]:
 
 def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
     """Inputs of credit besides rewards, of all processes in one order of prompts. keys: of all groups."""
-    scoring, shape, needs, parts = trainer.scoring, trainer.geometry, trainer.method.needs, epoch.parts
-    weights, strides = scoring.weights, len(trainer.method.rollout.strides)
-    rewards = RewardColumns(list(weights) * strides, list(weights.values()) * strides, scoring.paired * strides)
+    shape, needs, parts = trainer.geometry, trainer.method.needs, epoch.parts
     # Prompts of the groups, in the order in which the processes trained them.
     of = shape.repeat_per_slice(keys)
     places = [int(place) for part in parts for place in part.prompts[::shape.group]]
@@ -77,6 +75,8 @@ def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
         penalty=measured.get("penalty"),
         predicted=measured.get("predicted"),
         baseline=measured.get("baseline"))
+    weights, strides = trainer.scoring.weights, len(trainer.method.rollout.strides)
+    rewards = RewardColumns(list(weights) * strides, list(weights.values()) * strides, trainer.scoring.paired * strides)
     return Context(RunState(trainer.epoch, trainer.config.train.epochs, trainer.memory), rewards, groups, samples)
 
 
