@@ -219,15 +219,18 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Yield the parts, each with the images [b,...] of `decode`, once per granularity; None where no reward looks
         at them. judge: also chooses the initial noises of a method with previews."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
-        self.old_policy.start_epoch(epoch)
+        lags = self.method.denoising.lag.most > 0
+        if lags:
+            self.old_policy.start_epoch(epoch)
+        drawing = self.old_policy.drawing if lags else nullcontext
         # A cheap preview chooses initial noises.
         if self.method.denoising.preview:
-            with self.old_policy.drawing():
+            with drawing():
                 seed = self._preview_seeds(conditioning, seed, judge)
         spent, parts = 0, self._sample(conditioning, epoch, seed, judge)
         while True:
             before = self.policy.evaluations
-            with self.clock("rollout"), self.old_policy.drawing():
+            with self.clock("rollout"), drawing():
                 part = next(parts, None)
             spent += self.policy.evaluations - before
             if part is None:

@@ -28,7 +28,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, 
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.pipelines.modular import guided, guiders
-from flowgrpo.policies.weights.forwards import modules_of, plain, replaced
+from flowgrpo.policies.weights.forwards import FUSED, modules_of, plain, replaced
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
@@ -62,7 +62,7 @@ class PipelineCall:
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self.fps = rate_of(pipe, call, fps) if is_video(type(pipe)) else None
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kind = class_on_device(type(pipe), device)  # of the pipeline during a call
+        self._kinds = type(pipe), class_on_device(type(pipe), device)
         self._guiders = guiders(pipe)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
@@ -129,10 +129,7 @@ class PipelineCall:
         given |= {"return_dict": False, self.scale: guidance} | options
         given |= schedule(self.accepts, guidance, given.get("num_inference_steps", 0))
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self.pipe, "__class__", type(self.pipe))
-            self.pipe.__class__ = self._kind
-            stack.enter_context(replaced("scheduler", (self.pipe, self.stock if task is None else self.scheduler)))
-            stack.enter_context(replaced("encode_prompt", (self.pipe, encode)))
+            stack.enter_context(self._ours(encode, self.stock if task is None else self.scheduler))
             if self._guiders:
                 stack.enter_context(guided(self._guiders, guidance, task, self.scheduler.idle if task else 0))
             for context in self._contexts(conditioning, task, options.get("generator")):
@@ -147,6 +144,18 @@ class PipelineCall:
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
+
+    @contextlib.contextmanager
+    def _ours(self, encode: Callable, scheduler: Any) -> Iterator[None]:
+        """Context manager: the pipeline has this scheduler and `encode_prompt`, and knows its device."""
+        pipe, (stock, ours) = self.pipe, self._kinds
+        pipe.scheduler, pipe.encode_prompt, pipe.__class__ = scheduler, encode, ours
+        try:
+            yield
+        finally:
+            pipe.__class__ = stock
+            pipe.scheduler = self.stock
+            del pipe.encode_prompt
 
     def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
                   ) -> Iterator[contextlib.AbstractContextManager]:
@@ -213,17 +222,32 @@ def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Gener
     return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
-def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def disable_safety_checker(pipe: Any) -> Iterator[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
+    checker = vars(pipe).get("safety_checker")
+    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
+    try:
+        yield
+    finally:
+        vars(pipe)["safety_checker"] = checker
 
 
-def silence_warnings() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def silence_warnings() -> Iterator[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    return replaced("level", *((handler, logging.ERROR) for handler in logging.getLogger("diffusers").handlers))
+    handlers = logging.getLogger("diffusers").handlers
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:
@@ -274,12 +298,20 @@ def until_set(scheduler: Any) -> Iterator[None]:
         yield
 
 
-def plain_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def plain_on_cpu(device: torch.device) -> Iterator[None]:
     """Context manager: attention is `plain` if `device` is a CPU.
 
     Rollout and replay both run inside, so that they agree.
     """
-    return replaced("scaled_dot_product_attention", *[(F, plain)] * (device.type == "cpu"))
+    if device.type != "cpu":
+        yield
+        return
+    F.scaled_dot_product_attention = plain
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = FUSED
 
 
 # --- a state that a pipeline does not take as it is ------------------------------------------------------------------

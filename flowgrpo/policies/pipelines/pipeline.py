@@ -198,7 +198,8 @@ class PipelinePolicy:
             last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
         if self.turns:
             self._row = conditioning.rows(torch.tensor([0])), last[:1].detach(), task
-        return last, unwrap(record)
+        assert record is not None  # of a call with a task
+        return last, record
 
     def vector(self, conditioning: Conditioning) -> bool:
         """Return True if one call can replay rows of different steps at the rows' guidance; tried once."""
@@ -234,7 +235,9 @@ class PipelinePolicy:
             task = task.at_rows(step, self._copies[conditioning.scale(self.guidance)])
         else:
             task = task.at_step(step)
-        return unwrap(unwrap(self._drive(conditioning, task, self.guidance, latents=x)[1]).output)
+        record = self._drive(conditioning, task, self.guidance, latents=x)[1]
+        assert record is not None and record.output is not None  # of a replay
+        return record.output
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss of the last replay."""

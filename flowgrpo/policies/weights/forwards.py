@@ -36,10 +36,9 @@ def replaced(name: str, *values: tuple[Any, Any]) -> Iterator[None]:
         yield
     finally:
         for held, own, value in before:
+            held.pop(name, None)
             if own:
                 held[name] = value
-            else:
-                held.pop(name, None)
 
 
 def without_casts(layers: Iterable[Any]) -> bool:
