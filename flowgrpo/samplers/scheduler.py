@@ -192,6 +192,7 @@ class PolicyScheduler:
         self.leader = None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task = task
+        self.multistep = task.multistep
         self.record = StepRecord(x0=x0)
         return self.record
 
@@ -321,6 +322,6 @@ class PolicyScheduler:
         else:
             solver = task.solver if i > max(task.stochastic, default=-1) else Euler()
             x_next = solver(x, output, task.grid, i, self._own(self.record.x0, x)).to(x.dtype)
-        if task.multistep:
+        if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next
