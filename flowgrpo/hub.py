@@ -88,11 +88,29 @@ def offline_reason(error: BaseException) -> str | None:
 def load_error(error: BaseException, model: str, what: str, expected: str, reason: str | None = None) -> UserError:
     """Error for a model that does not load: `refusal` of the hub, or the first line of what was raised. what: a noun
     for the model. expected: what would load. reason: a better one than the raised error's."""
-    if told := refusal(error, model) or import_failure(error):
+    if told := refusal(error, model) or import_failure(error) or _other_sizes(error):
         return UserError(f"cannot load the {what} {model!r}: {told}")
     lines = str(error).strip().splitlines()
     return UserError(f"cannot load the {what} {model!r} ({reason or (lines or [type(error).__name__])[0]}): expected "
                      f"{expected}")
+
+
+def _other_sizes(error: BaseException) -> str | None:
+    """Message on weights whose sizes differ from their configuration; None for another error.
+
+    The error of transformers does not name them. They are read from a local of the frame that raised it.
+    """
+    for each in causes(error):
+        step = each.__traceback__
+        while step is not None:
+            differing = getattr(step.tb_frame.f_locals.get("loading_info"), "mismatched_keys", None)
+            if differing and step.tb_next is None:
+                name, got, expected = min(differing)
+                others = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+                return (f"{name} is {[*got]} in its weights, but {[*expected]} by its config.json{others}: take the "
+                        "config.json that was saved with the weights")
+            step = step.tb_next
+    return None
 
 
 def refusal(error: BaseException, model: str) -> str | None:

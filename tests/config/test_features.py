@@ -76,7 +76,7 @@ def test_a_feature_reads_its_values_from_their_section():
     config = Config.model_validate({"train": {"lr": 1e-3, "one_pass": "auto"}, "guard": {"window": 3},
                                     "phases": [{"at": 0.5, "set": {"train.group": 4}}]})
     assert ours.OnePassKeys.read(config).one_pass == "auto" and not ours.OnePassKeys.read(Config()).one_pass
-    assert ours.GuardKeys.read(config).window == 3 and ours.GuardKeys.read(config).active
+    assert ours.GuardKeys.read(config).window == 3 and ours.guard.wanted(config, None)
     assert [phase.set for phase in ours.PhaseKeys.read(config).phases] == [{"train.group": 4}]
 
 

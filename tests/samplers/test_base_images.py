@@ -190,10 +190,9 @@ def test_a_gradient_is_not_followed_beside_the_base():
 
 
 def test_texts_have_no_noise_to_share():
-    rewards.require_base({"far": Far()}, "image")
-    rewards.require_base({"near": len}, "text")
+    rewards.require_for_tokens({"near": len})
     with pytest.raises(UserError, match="reward 'far' compares with the base's image from the same noise"):
-        rewards.require_base({"far": Far()}, "text")
+        rewards.require_for_tokens({"far": Far()})
 
 
 # --- saved weights ---------------------------------------------------------------------------------------------------

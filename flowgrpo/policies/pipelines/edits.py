@@ -84,18 +84,27 @@ class Trunk(nn.Module):
 
 
 class Headed(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> `outputs` values of each of a latent's tokens, or of their mean if it is pooled:
-    one layer on a trunk, which are 0 everywhere at its start."""
+    """Trunk and one layer of `outputs` values on it, which are 0 everywhere at its start."""
 
-    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int, pooled: bool):
+    def __init__(self, channels: int, prompt: int, width: int, depth: int, outputs: int):
         super().__init__()
-        self.trunk, self.leave, self.pooled = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs), pooled
+        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, outputs)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
+
+class EditNetwork(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]."""
+
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
-        hidden = self.trunk(x, prompts)
-        return self.leave(hidden.mean(1) if self.pooled else hidden)
+        return untokens(self.leave(self.trunk(x, prompts)), x)
+
+
+class Critic(Headed):
+    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image."""
+
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
+        return self.leave(self.trunk(x, prompts).mean(1))[:, 0]
 
 
 class Editor:
@@ -110,17 +119,17 @@ class Editor:
         self.edit, self.device, self.states = edit, torch.device(device), torch.device(states)
         self.sizes = {"channels": channels, "prompt": prompt}
         sizes = channels, prompt, edit.width, edit.depth
-        networks = {"edit": Headed(*sizes, channels, pooled=False), "critic": Headed(*sizes, 1, pooled=True)}
+        networks = {"edit": EditNetwork(*sizes, channels), "critic": Critic(*sizes, 1)}
         self.networks = nn.ModuleDict(networks).to(self.device)
 
     def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
                step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:
         """Return the mean of the decision at final states x [B,*D], called as a policy's replay."""
-        return untokens(self._forward("edit", conditioning, x), x)
+        return self._forward("edit", conditioning, x)
 
     def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         """Return the critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
-        return self._forward("critic", conditioning, x, frozen)[:, 0]
+        return self._forward("critic", conditioning, x, frozen)
 
     def _forward(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         network = self.networks[name]
@@ -218,11 +227,8 @@ class EditPolicy(PipelinePolicy):
         output_type: "latent" for latents, not decoded.
         The bases are the stock pipeline's; the first is drawn from the row's own generator.
         """
-        seeds = [generator.initial_seed() for generator in generators]
-        candidates = [generators, *(self.generators(fork_seed(seed, 3, k) for seed in seeds)
-                                    for k in range(1, self.editor.edit.candidates))]
         drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
-                 for candidate in candidates]
+                 for candidate in self._candidates(generators)]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
         chosen, _ = latent_edits.on_the_fly(self.editor, conditioning, bases)
         return (chosen.float() if output_type == "latent" else self.decode(chosen, conditioning)).cpu()
@@ -230,6 +236,11 @@ class EditPolicy(PipelinePolicy):
     def attach(self) -> None:
         """Make the commands that draw with this pipeline draw by this policy (`edit_policy_of`)."""
         setattr(self.pipe, _ATTACHED, self)
+
+    def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
+        seeds = [generator.initial_seed() for generator in generators]
+        return [generators, *(self.generators(fork_seed(seed, 3, k) for seed in seeds)
+                              for k in range(1, self.editor.edit.candidates))]
 
 
 def over(pipe: Any, edit: Edit | Path, call: dict[str, Any]) -> EditPolicy:

@@ -58,7 +58,7 @@ def folded(layers: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     which is held beside W until the end. Weights that train meanwhile have no effect."""
     return replaced("folded", *((layer, sum((layer.get_delta_weight(name).to(layer.weight.dtype)
                                              for name in layer.active_adapters if name in layer.lora_A), layer.weight))
-                                for layer in layers))
+                                for layer in list(layers)))
 
 
 def _plain(layer: Any) -> bool:

@@ -132,29 +132,30 @@ class MeasuredCredit(Extension):
     def on_trained(self, epoch: Epoch) -> Metrics:
         trainer, method, memory = self.trainer, self.trainer.method, self.trainer.memory
         if "drift" in method.needs and method.target.has_logp:
-            work = partial(self._drift, epoch)
+            work = partial(drift, epoch.parts, self._replay(epoch), trainer.processes)
             memory["drift"] = memory.get("drift", 0.0) + trainer.with_oom_retry(work, "update")
         return {}
 
-    @torch.no_grad()
-    def _drift(self, epoch: Epoch) -> float:
-        """The KL of the policy that drew the epoch to the present one, the mean of r - 1 - log r over the decisions of
-        all processes but those under guidance that is not learned; 0 without any."""
-        total, processes = torch.zeros(2, dtype=torch.float64), self.trainer.processes  # sum and number
-        with processes.collective():
-            for part in epoch.parts:
-                for k, rows, new in self._replay(epoch)(part):
-                    old = part.transitions[k].old.rows(rows)
-                    log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
-                    if old.guided is not None:
-                        counted = counted & ~old.guided.cpu()[:, None]
-                    terms = (log_ratio.expm1() - log_ratio).where(counted, 0)
-                    total += torch.stack([terms.double().sum(), counted.sum()])
-        value, count = processes.gather(total[None]).sum(0).tolist()
-        return value / count if count else 0.0
-
     def _replay(self, epoch: Epoch) -> Replay:
         return partial(self.trainer.rollouts.replay, conditioning=epoch.conditioning)
+
+
+@torch.no_grad()
+def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
+    """The KL of the policy that drew the parts to the present one, the mean of r - 1 - log r over the decisions of all
+    processes but those under guidance that is not learned; 0 without any."""
+    total = torch.zeros(2, dtype=torch.float64)  # sum and number
+    with processes.collective():
+        for part in parts:
+            for k, rows, new in replay(part):
+                old = part.transitions[k].old.rows(rows)
+                log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
+                if old.guided is not None:
+                    counted = counted & ~old.guided.cpu()[:, None]
+                terms = (log_ratio.expm1() - log_ratio).where(counted, 0)
+                total += torch.stack([terms.double().sum(), counted.sum()])
+    value, count = processes.gather(total[None]).sum(0).tolist()
+    return value / count if count else 0.0
 
 
 class ValueModel(Extension):
