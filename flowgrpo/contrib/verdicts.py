@@ -155,7 +155,7 @@ class Progress(OfOne):
             return (features[:, None] - features[None]).norm(dim=-1)
         from flowgrpo.text.rewards.embeddings import likeness
 
-        words = [{(word,) for word in text.casefold().split()} for text in outputs]
+        words: list[set[tuple[str, ...]]] = [{(word,) for word in text.casefold().split()} for text in outputs]
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
 
 
