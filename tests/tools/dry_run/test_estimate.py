@@ -78,7 +78,7 @@ def test_repeated_calls_count_what_they_would(model, monkeypatch):
     options = dict(method="flow_grpo", parts__kl__weight=0.1, train__guidance=2.0, train__micro_batch=2)
     short = dry_run(config(model, **options))
     monkeypatch.setattr(Repeats, "_once", lambda self, key, call: call())
-    monkeypatch.setattr(Repeats, "_backward", lambda self, backward: backward)
+    monkeypatch.setattr(Repeats, "backward", lambda self, loss: self._backward(loss))
     whole = dry_run(config(model, **options))
     for name, phase in whole.phases.items():
         assert short.phases[name].flops == phase.flops and short.phases[name].kernels == phase.kernels
