@@ -81,7 +81,7 @@ class Drawer:
 
 
 def drawer(plan: Plan, device: torch.device) -> Hand:
-    """What draws the samples of a plan: the best of several, if it says so."""
+    """Generator of a plan's samples; of the best of several, where the plan asks for it."""
     hand = Drawer(plan, device)
     return hand if plan.best is None else BestHand(hand, plan.best, plan.fps)
 

@@ -1,4 +1,4 @@
-"""What stands in each field of a method's groups, by how it is called.
+"""Fields of a method's groups: how a part in each is called.
 
 B: rows of a micro-batch; N: decisions of a row, 1 for a denoising step and one per token for a completion; P: prompts;
 G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollout.

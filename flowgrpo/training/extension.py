@@ -196,7 +196,7 @@ def _in_turn(moment: Callable[Concatenate[Extension, P], None]) -> Callable[Conc
 
 
 def _joined(moment: Callable[Concatenate[Extension, P], Metrics]) -> Callable[Concatenate[Extensions, P], Metrics]:
-    """What that moment of all extensions gives, in one dictionary."""
+    """Metrics of that moment of all extensions, in one dictionary."""
     def call(self: Extensions, *given: P.args, **named: P.kwargs) -> Metrics:
         return {name: value for extension in self.present
                 for name, value in getattr(extension, moment.__name__)(*given, **named).items()}

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def of_first(accelerator: Accelerator, find: Callable[[], T]) -> T:
-    """What the first process finds, on all."""
+    """The first process's result, on all processes."""
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([find() if accelerator.is_main_process else None])[0]

@@ -98,7 +98,7 @@ def outcome(config: Config, lines: Sequence[dict[str, Any]], errors: Mapping[str
 
 
 def untrained_lines(summary: dict[str, Any]) -> list[str]:
-    """What was not trained, of a run's summary.json; none of earlier versions. Raises UserError for another form."""
+    """Lines of a run's summary.json on untrained parts; none of earlier versions. Raises UserError for another form."""
     known = summary.get("trained", {"said": []})
     if not isinstance(known, dict) or not isinstance(known.get("said"), list):
         raise UserError(f"summary.json: trained is {str(known)[:40]}, expected a list under `said`: restore the file")

@@ -65,7 +65,7 @@ class SampledCompletions:
 
 
 class CausalModel(Protocol):
-    """What samplers need of a `CausalLM`, which says what its methods do.
+    """Members of a `CausalLM` that samplers need; its methods are described there.
 
     ends: the tokens that end a completion.
     model: of transformers.

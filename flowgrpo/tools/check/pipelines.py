@@ -98,7 +98,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
 
 
 def _prompt_inputs(policy: PipelinePolicy, recipe: Config | None) -> Any:
-    """What the recipe's first prompt brings beside its text; the pipeline is given images that it needs.
+    """Files that the recipe's first prompt brings beside its text; the pipeline is given images that it needs.
 
     Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
     """
