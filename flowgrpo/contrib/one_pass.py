@@ -28,6 +28,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.forwards import folded
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.rollouts.targets import RecordedSteps, Replayed
 from flowgrpo.samplers import cost
@@ -141,9 +142,14 @@ class HeldSteps(RecordedSteps):
 
     def sample(self, conditioning: Any, explorations: list[RolloutSpec], seed: Seed, judge: Judge) -> Iterator[Part]:
         """Yield whole groups with their graphs. Raises UserError where memory does not hold them."""
+        policy = cast(PipelinePolicy, self.policy)
+        # Steps without a graph read a folded LoRA, a copy of the weights: for a CPU, where bf16 rounds none of it away.
+        fold = policy.device.type == "cpu" and policy.dtype == torch.float32
+        layers = [layer for layer in policy.weights.layers().values() if fold and hasattr(layer, "folded")]
         try:
-            yield from explore(self.policy, conditioning, explorations, self.micro_batch, seed,
-                               self.rollouts.together(len(conditioning.prompts)), HeldGrower)
+            with folded(layers):
+                yield from explore(policy, conditioning, explorations, self.micro_batch, seed,
+                                   self.rollouts.together(len(conditioning.prompts)), HeldGrower)
         except (MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise

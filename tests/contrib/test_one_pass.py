@@ -199,8 +199,8 @@ def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
         line = made.run_epoch()
         assert not one_pass or line["log_ratio_max"] == 0
         gradients += seen
-    replayed, held = gradients
-    assert torch.allclose(held, replayed, rtol=1e-5, atol=1e-6 * replayed.abs().max()) and held.norm() > 0
+    replayed, held = gradients  # on a CPU the steps without a graph read a folded LoRA, which rounds otherwise
+    assert torch.allclose(held, replayed, rtol=1e-4, atol=1e-5 * replayed.abs().max()) and held.norm() > 0
 
 
 def test_half_precision_has_a_ratio_of_exactly_one_and_scores_nothing_again():

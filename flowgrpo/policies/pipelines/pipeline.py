@@ -101,8 +101,8 @@ class PipelinePolicy:
             self.checkpoint(self.checkpointing)
         self.weights: Any = TrainableWeights(pipe, trained, adapter, mesh is None) if adapter is not None else None
         forwards.contiguous_inputs(self.denoisers.values(), self.device)
-        if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
-            driver.casts = adapter is not None and not forwards.without_casts(self.weights.layers().values())
+        if adapter is None or adapter.rank and forwards.without_casts(self.weights.layers().values()):
+            driver.casts = False  # all frozen weights are in `precision`
         if mesh is not None:
             for module in self.denoisers.values():
                 sharding.shard(module, mesh, self.device, self.weights.parameters(), self.dtype)

@@ -55,7 +55,7 @@ def without_casts(layers: Iterable[Any]) -> bool:
 @torch.no_grad()
 def folded(layers: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """Context manager: LoRA layers with the forward of this module multiply by one matrix each, W + s B A in W's dtype,
-    which is held beside W until the end. Weights that train meanwhile have no effect."""
+    in calls without gradients. It is held beside W until the end. Weights that train meanwhile have no effect."""
     return replaced("folded", *((layer, sum((layer.get_delta_weight(name).to(layer.weight.dtype)
                                              for name in layer.active_adapters if name in layer.lora_A), layer.weight))
                                 for layer in list(layers)))
@@ -71,7 +71,7 @@ def _lora(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     """The base layer's output plus those of the active LoRAs, [..., out], for x [..., in]."""
     if layer.disable_adapters or layer.merged:
         return layer.base_layer(x, *args, **kwargs)
-    if layer.folded is not None:
+    if layer.folded is not None and not torch.is_grad_enabled():
         return F.linear(x, layer.folded, layer.base_layer.bias)
     if x.ndim == 1:
         return _lora(layer, x[None], *args, **kwargs)[0]

@@ -71,13 +71,15 @@ def test_folded_layers_multiply_by_w_plus_s_b_a_until_the_end(shape):
     layers = [*lora_layers(made).values()]
     assert without_casts(layers)
     before, weights = made(x), [layer.weight.clone() for layer in layers]
-    with folded(layers):
+    with folded(layers), torch.no_grad():
         torch.testing.assert_close(made(x), before, rtol=1e-6, atol=1e-6)
         [first, _] = layers
         torch.testing.assert_close(first.folded, first.weight + 5 / 3 * first.lora_B["default"].weight
                                    @ first.lora_A["default"].weight)
         first.lora_B["default"].weight.data.zero_()
         torch.testing.assert_close(made(x), before, rtol=1e-6, atol=1e-6)
+        with torch.enable_grad():  # a call with gradients reads the LoRA
+            assert not torch.allclose(made(x), before, atol=1e-3)
     assert all(layer.folded is None for layer in layers) and not torch.allclose(made(x), before, atol=1e-3)
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights))
 
