@@ -92,7 +92,7 @@ class ConsistentStudent(FewStepStudent):
         losses = F.huber_loss(output, target, reduction="none", delta=self.part.delta).flatten(1).mean(1)
         self.measured["gap"].append((output.detach() - target).abs().mean())
         loss = self.part.weight * losses.sum()
-        if self.part.ascent:
+        if self.part.ascent and self.rewarded:
             loss = loss - self.ascent((x - s * output).to(x), of, encoded)
         self.trainer.optimization.backward(loss / self.divisor)
 

@@ -42,7 +42,7 @@ class FewStepStudent(Extension):
     """Student of few steps that a loss of `parts.distil` draws to its base, the teacher, beside the method's own.
 
     live: the denoisers' LoRA. spec: the epoch's rollout, of which subclasses keep samples. measured: values of the
-    present epoch, whose means are metrics.
+    present epoch, whose means are metrics. rewarded: the present step is the method's own, which follows rewards.
     """
 
     name = "distil"
@@ -59,11 +59,12 @@ class FewStepStudent(Extension):
         self.conditioning: Any = None
         self.own: list[Prompt] = []
         self.measured: dict[str, list[Tensor]] = {}
+        self.rewarded = True
 
     @classmethod
     def require(cls, setup: Setup) -> None:
         if unwrap(setup.method.loss.distil).ascent:
-            rewards.require_gradient(setup.trained)
+            rewards.require_gradient(rewards.with_gradient(setup.trained) or setup.trained)
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
@@ -106,6 +107,7 @@ class FewStepStudent(Extension):
             return
         for step in steps:
             for number in range(self.part.updates):
+                self.rewarded = not number
                 with self.trainer.clock("update"):
                     self.prepare()
                 before = optimization.update
@@ -126,7 +128,7 @@ class FewStepStudent(Extension):
                 value.grad = None
 
     def ascent(self, x0: Tensor, prompts: Tensor, encoded: Any) -> Tensor:
-        """Sum of the rewards at predicted data, times `part.ascent`."""
+        """Sum of the rewards that have a gradient at predicted data, times `part.ascent`."""
         images = self.policy.image(x0, encoded)
         return self.part.ascent * self.trainer.scoring.value(self.own, prompts, images).sum()
 

@@ -42,8 +42,8 @@ class Distillation:
     weight 1.
 
     weight: of the loss.
-    ascent: weight of the reward itself at the predicted data, whose gradient is followed (ReFL, as in DMDR's code);
-        every trained reward needs one.
+    ascent: weight of the trained rewards themselves at the predicted data, of those that have a gradient, which the
+        method's own steps follow (ReFL, as in DMDR's code).
     batch: samples per optimizer step, on all processes together.
     scale: the teacher's guidance; the student has the run's.
     updates: optimizer steps for each of the method's own; those after the first have this loss alone.

@@ -41,7 +41,7 @@ from flowgrpo.rewards.compose import (
 )
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, code_hashes, edited_rewards, find, locate, names, reward, source
-from flowgrpo.rewards.gradient import require_gradient, value
+from flowgrpo.rewards.gradient import require_gradient, value, with_gradient
 from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.reward import (
     Batch,
@@ -61,4 +61,5 @@ __all__ = ["BUILT_IN", "MODALITIES", "About", "Batch", "Composed", "Failed", "Ta
            "lazily", "leave", "limits_of", "load", "locate", "names", "reads_on", "reads_sampler",
            "remembers", "require_clips", "require_for_tokens", "require_gradient", "require_memory", "require_modality",
            "require_routes", "require_signature", "require_values", "reward", "score",
-           "scores_latents", "sees_base", "slow", "source", "transform_scores", "transforms_of", "value"]
+           "scores_latents", "sees_base", "slow", "source", "transform_scores", "transforms_of", "value",
+           "with_gradient"]

@@ -44,6 +44,11 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
                                 "needs every answer, and waits for it: take them away")
 
 
+def with_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> dict[str, RewardFunction | Reward]:
+    """The differentiable ones of the rewards."""
+    return {name: reward for name, reward in rewards.items() if as_reward(reward).differentiable}
+
+
 def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], images: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.

@@ -228,9 +228,9 @@ class Scoring:
         return weighted_sum(shaped, list(weights.values()))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
-        of = [batch[p] for p in rows]
-        return rewards.value(self.functions, self.weights, images, [p.text for p in of], [p.metadata for p in of])
+        """The weighted sum of the differentiable rewards [b] of images of the prompts `rows` [b], with its gradient."""
+        of, functions = [batch[p] for p in rows], rewards.with_gradient(self.functions)
+        return rewards.value(functions, self.weights, images, [p.text for p in of], [p.metadata for p in of])
 
     def offload(self) -> None:
         """Move the rewards' weights off their devices where `memory.rewards` says so."""

@@ -143,13 +143,38 @@ def test_a_checkpoint_has_the_average_and_goes_on_bit_by_bit(tmp_path):
     assert same(copies(again.policy.weights.named), copies(through.policy.weights.named))
 
 
-def test_the_reward_s_own_gradient_is_added():
-    made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": 1.0}})
-    plain, other = trainer()
-    for each, extension in ((made, student), (plain, other)):
-        extension.on_drawn(loop.draw(each))
-        extension.on_backward(0)
-    assert any(not torch.equal(value.grad, other.live[key].grad) for key, value in student.live.items())
+def test_the_gradient_of_the_rewards_that_have_one_is_added():
+    """Beside the loss' own: minus `ascent` times the reward's mean at the predicted data, by a finite difference."""
+    found, two = [], {"red": tiny.red, "dark": lambda images, prompts: [-float(image.mean()) for image in images]}
+    for ascent in (0.0, 2.0):
+        made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": ascent}}, rewards=two,
+                                reward={"red": 0.5, "dark": 3.0})
+        student.on_drawn(loop.draw(made))
+        tiny.stir(made.policy)
+        student.on_backward(0)
+        found.append({key: value.grad.clone() for key, value in student.live.items()})
+    added = {key: found[1][key] - found[0][key] for key in found[0]}
+    size, before = sum(value.square().sum() for value in added.values()).item() ** 0.5, copies(student.live)
+
+    @torch.no_grad()
+    def mean_red() -> float:
+        """Mean of the predicted data of the samples, of the same draws."""
+        (samples, of), grid, total = student.samples, student.times(0).grid, 0.0
+        draw = student.draws(0, 0)
+        order = torch.randperm(8, generator=draw).tolist()
+        at, noise = torch.randint(len(of), (8,), generator=draw), torch.randn(8, *samples.shape[1:], generator=draw)
+        for row, k in enumerate(order):
+            encoded, s = student.conditioning.rows(of[at[row:row + 1]]), grid[k].item()
+            x = (1 - s) * samples[at[row:row + 1]] + s * noise[row:row + 1]
+            total += tiny.red(made.policy.image(x - s * made.policy.replay(encoded, x, grid, k), encoded), []).item()
+        return total / 8
+
+    values = []
+    for step in (0.01, -0.01):
+        for key, value in student.live.items():
+            value.data.copy_(before[key] - step / size * added[key])
+        values.append(mean_red())
+    assert 2.0 * 0.5 * (values[0] - values[1]) / 0.02 == pytest.approx(size, rel=0.05)
 
 
 def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():

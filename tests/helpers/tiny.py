@@ -16,6 +16,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rewards import differentiable
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
 from flowgrpo.tools.check.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
 from flowgrpo.tools.check.tiny.unets import pndm, sd15  # noqa: F401
@@ -65,6 +66,7 @@ def in_file(values: dict[str, torch.Tensor], scale: float = 2.0) -> dict[str, to
     return {key: value * scale if ".lora_B." in key else value for key, value in values.items()}
 
 
+@differentiable
 def red(images, prompts):
     """The mean of an image's red channel."""
     return images[:, 0].mean((1, 2))

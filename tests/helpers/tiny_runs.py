@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from flowgrpo.config import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
+from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.rewards.embeddings import letters
@@ -49,6 +50,7 @@ def parts_of(method: str) -> dict[str, Any]:
     return found
 
 
+@differentiable
 def score(outputs, prompts):
     """The red of an image, or how many digits a text has, sevens twice, within 0 to 1; 0 for all samples of FLAT."""
     if isinstance(outputs, torch.Tensor):
