@@ -18,6 +18,7 @@ from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -192,14 +193,8 @@ class RolloutCache(Extension):
         policy.evaluations = before
         torch.set_rng_state(states)
 
-    @contextlib.contextmanager
-    def _around(self, context: Any) -> Iterator[None]:
-        driver = cast(PipelinePolicy, self.trainer.policy).driver
-        before, driver.around_rollout = driver.around_rollout, context
-        try:
-            yield
-        finally:
-            driver.around_rollout = before
+    def _around(self, context: Any) -> contextlib.AbstractContextManager[None]:
+        return replaced("around_rollout", (cast(PipelinePolicy, self.trainer.policy).driver, context))
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ rewards (`Unrewarded`) has no other gradient, so that its recorded steps are not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import ENCODER
-from flowgrpo.policies.weights.trainable import disable_adapters
+from flowgrpo.policies.weights.trainable import disable_adapters, with_data
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run, Step
@@ -154,17 +154,9 @@ class FewStepStudent(Extension):
         seeds = np.random.SeedSequence((self.trainer.config.seed, update, turn, purpose, self.trainer.processes.rank))
         return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
 
-    @contextlib.contextmanager
-    def worn(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def worn(self, values: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Context manager: the denoisers' LoRA has these values. A backward pass belongs inside."""
-        kept = {key: parameter.data for key, parameter in self.live.items()}
-        try:
-            for key, parameter in self.live.items():
-                parameter.data = values[key].data
-            yield
-        finally:
-            for key, parameter in self.live.items():
-                parameter.data = kept[key]
+        return with_data((parameter, values[key].data) for key, parameter in self.live.items())
 
     def base(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager: the base denoisers, with the text encoders that the teacher reads."""

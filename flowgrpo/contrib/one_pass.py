@@ -28,7 +28,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.forwards import folded
+from flowgrpo.policies.weights.forwards import folded, replaced
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.rollouts.targets import RecordedSteps, Replayed
 from flowgrpo.samplers import cost
@@ -212,16 +212,9 @@ class OnePass(Extension):
             "groups that are split over processes and compared by the loss": method.loss.surrogate.reads_groups
                 and setup.shape.slices > 1}
 
-    @contextlib.contextmanager
-    def around_epoch(self) -> Iterator[None]:
+    def around_epoch(self) -> contextlib.AbstractContextManager[None]:
         rollouts = cast(DenoisingRollouts, self.trainer.rollouts)
-        before = rollouts.target
-        if self.holds:
-            rollouts.target = HeldSteps(rollouts)
-        try:
-            yield
-        finally:
-            rollouts.target = before
+        return replaced("target", (rollouts, HeldSteps(rollouts) if self.holds else rollouts.target))
 
     def on_drawn(self, epoch: Epoch) -> None:
         """Count what is held; replay one part of a run's first epoch for the first-ratio check. The update reads the

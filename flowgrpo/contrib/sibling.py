@@ -23,14 +23,14 @@ from flowgrpo.contrib.features import EngineKeys, ForSiblingKeys, OnKeys, PhaseK
 from flowgrpo.contrib.frontier import mean
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, kept
-from flowgrpo.evaluation.measured import Measured, measure, readable
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.siblings import SHOWN, Sibling, at_weight, sibling_of
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.policies.pipelines.frames import clips_of
+from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.trainable import lora_layers
+from flowgrpo.policies.weights.trainable import lora_layers, with_data
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -130,19 +130,14 @@ class Worn:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Context manager: the policy is the sibling, below its LoRA, with the sibling's scheduler for evaluations."""
-        policy = self.policy
-        own = {name: dict(module.named_parameters()) for name, module in policy.denoisers.items()}
-        held = {(name, key): own[name][key].data for name, values in self.values.items() for key in values}
-        stock = policy.stock
-        try:
-            for name, key in held:
-                own[name][key].data = self.values[name][key]
-            policy.stock = policy.driver.stock = policy.pipe.scheduler = self.scheduler
-            yield
-        finally:
-            for (name, key), value in held.items():
-                own[name][key].data = value
-            policy.stock = policy.driver.stock = policy.pipe.scheduler = stock
+        policy, stock = self.policy, self.policy.stock
+        with with_data((policy.denoisers[name].get_parameter(key), value)
+                       for name, values in self.values.items() for key, value in values.items()):
+            try:
+                policy.stock = policy.driver.stock = policy.pipe.scheduler = self.scheduler
+                yield
+            finally:
+                policy.stock = policy.driver.stock = policy.pipe.scheduler = stock
 
     def spans(self, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         """`span` of every layer with a LoRA whose weight differs, by part and name. Raises UserError for none, and for
@@ -267,21 +262,15 @@ class OnSibling(Extension):
     def _measure(self, title: str, reported: bool) -> Measured:
         """Measure the policy's present weights on the sibling. reported: the reported prompts, else those of
         evaluations on the way."""
-        trainer, config, policy = self.trainer, self.trainer.config, self.policy
-        layers, rollouts = [*policy.weights.layers().values()], cast(Any, trainer.rollouts)
-        prompts, evaluations = held_out.sides(cast(Any, trainer))[reported], policy.evaluations
-        title = f"{self.sibling.name}, {title}"
-        sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), trainer.processes, title)
+        policy, evaluations = self.policy, self.policy.evaluations
+        layers = [*policy.weights.layers().values()]
         weighted = contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
-        with weighted, clips_of(policy, config.eval.frames), unwrap(self.worn).on():
-            found = trainer.with_oom_retry(lambda: measure(
-                policy, sound, dict(self.functions), steps=self.sibling.steps, guidance=self.sibling.guidance,
-                samples=config.eval.samples, micro_batch=trainer.geometry.micro_batch,
-                negative=config.negative_prompt, keep=min(config.eval.grid, SHOWN), title=title, encode=rollouts.encode,
-                prepare=rollouts.prepare, processes=trainer.processes, reference=policy.reference,
-                model=config.model, run_seed=held_out.seed(cast(Any, trainer), reported)), "evaluation")
+        with weighted, unwrap(self.worn).on():
+            found = held_out.measure_side(
+                cast(Any, self.trainer), dict(self.functions), f"{self.sibling.name}, {title}", policy.reference,
+                reported=reported, drawn_as=self.sibling, keep=min(self.trainer.config.eval.grid, SHOWN))
         policy.evaluations = evaluations
-        return found.without(prompts, lost, min(config.eval.grid, SHOWN)) if any(lost) else found
+        return found
 
     # --- what keeps the gain -----------------------------------------------------------------------------------------
 
@@ -309,12 +298,8 @@ class OnSibling(Extension):
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
-        guidance, self.policy.guidance = self.policy.guidance, self.sibling.guidance
-        try:
-            with unwrap(self.worn).on():
-                yield
-        finally:
-            self.policy.guidance = guidance
+        with at_guidance(self.policy, self.sibling.guidance), unwrap(self.worn).on():
+            yield
 
     def _few_steps(self, own: Any) -> Any:
         """Rollouts of the sibling on its own grid. Raises UserError where the method does not go with so few steps."""

@@ -27,6 +27,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
+from flowgrpo.evaluation.kept import Sibling
 from flowgrpo.evaluation.measured import (
     ANEW_SEED,
     EVAL_SEED,
@@ -72,23 +73,25 @@ def sides(trainer: Trainer) -> tuple[list[Prompt], list[Prompt]]:
     return one, other
 
 
-def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
-             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
-             reported: bool = True) -> Measured:
-    """reported: measure the reported prompts, else those of evaluations on the way."""
+def measure_side(trainer: Trainer, functions: dict[str, Any], title: str,
+                 reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
+                 reported: bool = True, drawn_as: Sibling | None = None, keep: int | None = None) -> Measured:
+    """reported: measure the reported prompts, else those of evaluations on the way. drawn_as: has the steps and the
+    guidance, in place of the recipe's. keep: number of prompts whose image is kept; None: `eval.grid`."""
     settings, config = trainer.config.eval, trainer.config
+    drawn, keep = drawn_as or settings, settings.grid if keep is None else keep
     policy = cast(Generating, trainer.policy)
     prompts = sides(trainer)[reported]
     frames = settings.frames or config.call.get("num_frames")
     sound, lost = readable(prompts, frames, trainer.processes, title)
     with clips_of(policy, settings.frames):
         measured = trainer.with_oom_retry(lambda: measure(
-            policy, sound, functions, steps=settings.steps,
-            guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
-            negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
+            policy, sound, functions, steps=drawn.steps,
+            guidance=drawn.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
+            negative=config.negative_prompt, keep=keep, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
             shuffle=shuffle, model=config.model, run_seed=seed(trainer, reported)), "evaluation")
-    return measured.without(prompts, lost, settings.grid) if any(lost) else measured
+    return measured.without(prompts, lost, keep) if any(lost) else measured
 
 
 def seed(trainer: Trainer, reported: bool) -> int:
@@ -133,8 +136,9 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     if reuse and start and (edited or {**was, "grid": settings["grid"]} != settings):
         trainer.progress.best.forget()
     with trainer.policy.reference():
-        measured = _measure(trainer, functions, f"{'' if start else 'other '}held-out prompts, before",
-                            shuffle=[name for name in functions if name in trainer.config.trained], reported=reported)
+        measured = measure_side(trainer, functions, f"{'' if start else 'other '}held-out prompts, before",
+                                shuffle=[name for name in functions if name in trainer.config.trained],
+                                reported=reported)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         write_before(folder, measured, settings, rewards.code_hashes(functions), name)
@@ -221,8 +225,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         if progress.best.anew:
             base = _base(trainer, functions, folder, True, "before")
-        after = _measure(trainer, functions, f"{'other ' * progress.best.anew}held-out prompts, after",
-                         policy.reference)
+        after = measure_side(trainer, functions, f"{'other ' * progress.best.anew}held-out prompts, after",
+                             policy.reference)
         trainer.extensions.on_finished(after)
     base, (choosing, reported) = base.beside(after), sides(trainer)
     anew = None if not progress.best.anew else NEW_SEEDS if choosing == reported else NEW
@@ -309,8 +313,8 @@ def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> 
     """Measure held-out scores during training, and write a grid page per epoch to `samples/`; return the scores."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swap(trainer.optimization.evaluated_weights()):
-        measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference,
-                            reported=False)
+        measured = measure_side(trainer, functions, f"held-out prompts, epoch {trainer.epoch}",
+                                trainer.policy.reference, reported=False)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows(measured),

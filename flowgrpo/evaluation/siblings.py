@@ -30,6 +30,8 @@ from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines import few_steps
 from flowgrpo.policies.pipelines.frames import clips_of
+from flowgrpo.policies.weights.forwards import replaced
+from flowgrpo.policies.weights.trainable import disable_adapters, lora_layers
 from flowgrpo.starter import EVAL
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import run_of
@@ -141,7 +143,6 @@ def worn_sibling(config: Config, sibling: Sibling, run: Path, precision: str | N
     from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
     from flowgrpo.policies.policy import resolve_precision
-    from flowgrpo.policies.weights.trainable import lora_layers
 
     device = loading.place()
     asked = config.model_copy(update={"precision": precision or config.precision})
@@ -161,16 +162,9 @@ def worn_sibling(config: Config, sibling: Sibling, run: Path, precision: str | N
     yield policy, lambda weight: at_weight(layers, weight)
 
 
-@contextlib.contextmanager
-def at_weight(layers: Sequence[Any], weight: float) -> Iterator[None]:
+def at_weight(layers: Sequence[Any], weight: float) -> contextlib.AbstractContextManager[None]:
     """Context manager: LoRAs act with a weight times their scale; 0: they are off."""
-    scales = [dict(layer.scaling) for layer in layers]
-    try:
-        for layer in layers:
-            layer.enable_adapters(weight != 0)
-            layer.scaling.update({name: value * weight for name, value in layer.scaling.items()})
-        yield
-    finally:
-        for layer, scaling in zip(layers, scales):
-            layer.scaling.update(scaling)
-            layer.enable_adapters(True)
+    if not weight:
+        return disable_adapters(layers)
+    return replaced("scaling", *((layer, {name: value * weight for name, value in layer.scaling.items()})
+                                 for layer in layers))

@@ -24,6 +24,7 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
 from flowgrpo.nouns import quantity
+from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
 from flowgrpo.rewards.pairwise import pairing, sees_groups
@@ -217,12 +218,9 @@ class Samples:
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             text = self.policy.text
-            self.policy.text = text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)})
-            try:
+            with replaced("text", (self.policy, text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)}))):
                 drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
-            finally:
-                self.policy.text = text
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(conditioning, generators, output_type)
         if len(rows) == len(some):

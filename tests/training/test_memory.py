@@ -320,7 +320,7 @@ def test_an_evaluation_without_room_draws_less_at_once(tmp_path):
         made = trainer(train__micro_batch=size, eval__prompts=4, output=str(tmp_path))
         made.held_out = made.prompts[:4]
         refuse_above(made, 1, lambda refused=refused: refused)
-        found.append(held_out._measure(made, {"red": tiny.red}, "held-out"))
+        found.append(held_out.measure_side(made, {"red": tiny.red}, "held-out"))
     assert found[0].scores["red"] == pytest.approx(found[1].scores["red"], abs=1e-6)
     assert made.lines == [f"out of memory in the evaluation: train.micro_batch {was} -> {was // 2} from here on"
                           for was in (4, 2)]

@@ -222,32 +222,17 @@ def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Gener
     return replaced("step", (scheduler, partial(scheduler.step, generator=generator)))
 
 
-@contextlib.contextmanager
-def disable_safety_checker(pipe: Any) -> Iterator[None]:
+def disable_safety_checker(pipe: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
-    checker = vars(pipe).get("safety_checker")
-    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
-    try:
-        yield
-    finally:
-        vars(pipe)["safety_checker"] = checker
+    return replaced("safety_checker", (pipe, None))  # the pipeline's own setter would forget the checker's class
 
 
-@contextlib.contextmanager
-def silence_warnings() -> Iterator[None]:
+def silence_warnings() -> contextlib.AbstractContextManager[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
     """
-    handlers = logging.getLogger("diffusers").handlers
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
-        handler.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for handler, level in zip(handlers, levels, strict=True):
-            handler.setLevel(level)
+    return replaced("level", *((handler, logging.ERROR) for handler in logging.getLogger("diffusers").handlers))
 
 
 def at_guidance(policy: Any, scale: float) -> contextlib.AbstractContextManager[None]:

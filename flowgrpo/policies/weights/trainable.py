@@ -38,6 +38,20 @@ def disable_adapters(layers: Collection[LoraLayer]) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+@contextlib.contextmanager
+def with_data(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+    """Context manager: parameters have these tensors, which need not be of their shape, as their data."""
+    values = list(values)
+    kept = [parameter.data for parameter, _ in values]
+    try:
+        for parameter, value in values:
+            parameter.data = value
+        yield
+    finally:
+        for (parameter, _), data in zip(values, kept):
+            parameter.data = data
+
+
 class TrainableWeights:
     """Trainable parameters of a pipeline's modules, its denoisers or text encoders, in fp32.
 
@@ -182,17 +196,15 @@ class TrainableWeights:
     def _beside(self, path: Path, adapter: str) -> Iterator[str]:
         """Context manager: a LoRA from a path in addition to the live one, as an adapter of that name; what of it was
         applied, in words."""
-        live = {key: parameter.data for key, parameter in self.named.items()}
-        try:
-            yield self._attach(path, adapter)
-        finally:
-            with quiet():
-                for module in (*self.modules.values(), *self._others().values()):
-                    adapters.delete(module, adapter)
-                for layer in self.layers().values():
-                    layer.set_adapter("default")
-            for key, parameter in self.named.items():
-                parameter.data = live[key]
+        with with_data([(parameter, parameter.data) for parameter in self.named.values()]):
+            try:
+                yield self._attach(path, adapter)
+            finally:
+                with quiet():
+                    for module in (*self.modules.values(), *self._others().values()):
+                        adapters.delete(module, adapter)
+                    for layer in self.layers().values():
+                        layer.set_adapter("default")
 
     def _base_name(self, module: Any) -> str | None:
         """Model that the files of a LoRA name as its base; None for a pipeline's part."""
@@ -214,21 +226,15 @@ class TrainableWeights:
         with disable_adapters(self.layers().values()), self.swap(self.first):
             yield
 
-    @contextlib.contextmanager
-    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
+    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> contextlib.AbstractContextManager[None]:
         """Context manager: use the average of the snapshots `held`, or the base model without any."""
-        if not held or self.sharded:  # FSDP2 collects from memory of its own
-            with self.swap(self.average(held)) if held else self.base():
-                yield
-            return
-        kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.average(held)
-        try:
-            for key, parameter in self.named.items():
-                parameter.data = average[key].to(parameter.device)  # not copy_: a soup's LoRA has another rank
-            yield
-        finally:
-            for key, parameter in self.named.items():
-                parameter.data = kept[key]
+        if not held:
+            return self.base()
+        average = self.average(held)
+        if self.sharded:  # FSDP2 collects from memory of its own
+            return self.swap(average)
+        # They are not copied into place: a soup's LoRA has another rank.
+        return with_data((parameter, average[key].to(parameter.device)) for key, parameter in self.named.items())
 
     def average(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Values that act as the average of all snapshots: of whole weights their mean, of n LoRAs one of n times the

@@ -252,7 +252,7 @@ def test_text_encoders_come_once_for_an_evaluation_of_several_micro_batches():
     trainer = tiny.trainer(memory={"encoders": "cpu"}, eval__prompts=6, eval__samples=2, train__micro_batch=4)
     trainer.rollouts.conditioning(trainer.prompts[:1])  # looks at the pipeline, too
     trainer.held_out, ran = [Prompt(f"new {i}") for i in range(6)], phases(trainer.policy)
-    measured = held_out._measure(trainer, {"red": tiny.red}, "before")
+    measured = held_out.measure_side(trainer, {"red": tiny.red}, "before")
     assert len(measured.prompts) == 12 and ran.count("denoise") == 3 * 3 and ran.count("encode") >= 6
     assert [phase for phase, _ in itertools.groupby(ran)] == ["encode", "denoise"]
 
