@@ -20,6 +20,7 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import OnePassKeys
+from flowgrpo.data.prompts import encodable
 from flowgrpo.device import AUTO, free_memory, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities, targets
@@ -296,9 +297,9 @@ def _graph_bytes(trainer: Run) -> float:
     sizes = reward_memory.reward_weights(config)
     if any(size is None for size in sizes.values()):
         return math.inf
-    negative = config.negative_prompt if prompt.negative is None else prompt.negative
     before, states = policy.evaluations, torch.get_rng_state()
-    conditioning = encoded_prompts.prompt_cache(config, policy, policy.live)([prompt.text], [negative], [prompt.brings])
+    encode = encoded_prompts.prompt_cache(config, policy, policy.live)
+    conditioning = encode(*encodable([prompt], config.negative_prompt))
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}

@@ -124,6 +124,13 @@ class Prompt:
         return self.image if self.inputs.as_dict().keys() <= {"image"} else self.inputs
 
 
+def encodable(prompts: Sequence[Prompt], negative: str) -> tuple[list[str], list[str], list[Any]]:
+    """What policies encode of prompts: texts, negative prompts and inputs. negative: of prompts without their own."""
+    return ([prompt.text for prompt in prompts],
+            [negative if prompt.negative is None else prompt.negative for prompt in prompts],
+            [prompt.brings for prompt in prompts])
+
+
 def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
     """Prompts of texts, of dictionaries with the keys of a .jsonl file's lines, or of prompts as they are. An image's
     path is relative to the working directory. Raises UserError with the number of a wrong record."""

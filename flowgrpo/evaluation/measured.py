@@ -16,7 +16,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.data import sources
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation import looks
@@ -206,9 +206,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             local_batch = local[start:start + micro_batch]
             batch = local_batch or of[:1]  # sharded weights are gathered by all processes or by none
             given = [prompts[i] for i, _ in batch]
-            conditioning = encode([p.text for p in given], [negative if p.negative is None else p.negative
-                                                            for p in given], [p.brings for p in given])
-            yield local_batch, given, conditioning, [seed(i, k) for i, k in batch]
+            yield local_batch, given, encode(*encodable(given, negative)), [seed(i, k) for i, k in batch]
             shown.update(len(local_batch))
 
     # Sample and score; then the second images of some prompts, which are only looked at.

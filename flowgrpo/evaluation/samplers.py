@@ -23,7 +23,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import STEPS
 from flowgrpo.cores import Threads
 from flowgrpo.data.images import Clip
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.plan import Arm, weights_digest
 from flowgrpo.log import bar
@@ -37,7 +37,7 @@ from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.rewards.reward import require_finite
 from flowgrpo.samplers.grids import require_steps
-from flowgrpo.samplers.rollout import noise_seed, seeder
+from flowgrpo.samplers.rollout import generators, noise_seed, seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two images
@@ -182,11 +182,9 @@ class Together:
 def _call_pipeline(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
                    negative: str) -> torch.Tensor:
     """Raises ValueError unless the output [B, ...] has one image or clip per prompt."""
-    own = [torch.Generator().manual_seed(seed) for seed in seeds]
+    own, (texts, negatives, _) = generators(seeds), encodable(prompts, negative)
     with seed_steps(pipe.scheduler, own):
-        images = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
-                        negative_prompt=[negative if prompt.negative is None else prompt.negative
-                                         for prompt in prompts])
+        images = call(pipe, arguments, prompt=texts, output_type="pt", generator=own, negative_prompt=negatives)
     if images.ndim not in (4, 5) or len(images) != len(prompts):
         raise ValueError(f"expected {len(prompts)} images or clips, got {list(images.shape)}")
     return frames.rgb(images, pipe).float().cpu()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
@@ -142,21 +142,15 @@ def classes(model: str, revision: str | None = None) -> dict[str, str]:
         taken = getattr(diffusers, model).__init__.__annotations__
         return {name: getattr(cls, "__name__", str(cls).partition(" |")[0].rpartition(".")[2])
                 for name, cls in taken.items()}
-    index: Any = None
-    errors: list[Exception] = []
-    for kind in (diffusers.DiffusionPipeline, diffusers.ModularPipeline):  # whose index has another name
-        try:
-            index = kind.load_config(FOLDERS.get(model, model), revision=revision)
-            break
-        except Exception as error:  # the hub or third-party files can raise anything
-            errors.append(error)
-    if index is None:
-        first = (str(errors[0]).strip().splitlines() or [type(errors[0]).__name__])[0]
+    from flowgrpo.policies.pipelines.load import read_index
+
+    try:
+        index = read_index(str(FOLDERS.get(model, model)), revision)
+    except Exception as error:  # the hub or third-party files can raise anything
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"the parts of the model {model!r} cannot be read ({first}): expected a directory with a "
-                        "model_index.json, or a hub id that can be reached")
-    # A component that a ModularPipeline's index does not load itself has its class as a hint alone.
-    return {name: str(value[1] or value[-1]["type_hint"][1]) for name, value in index.items()
-            if isinstance(value, list) and (value[1] or isinstance(value[-1], dict))}
+                        "model_index.json, or a hub id that can be reached") from None
+    return {name: str(value[1]) for name, value in index.items() if isinstance(value, list) and value[1]}
 
 
 def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Callable[[str], Place]:

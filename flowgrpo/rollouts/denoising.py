@@ -19,7 +19,7 @@ import torch
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
@@ -166,7 +166,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Encode prompts, each once, as they are sampled. epoch: whose sizes of images they get; None: the
         evaluation's."""
         with self.clock("encode"):
-            encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
+            _, negatives, brought = encodable(batch, self.config.negative_prompt)
+            encoded = self.encode([p.shown for p in batch], negatives, brought)
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' images differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the images to one size")
@@ -186,10 +187,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
-        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
-
-    def _negatives(self, batch: list[Prompt]) -> list[str]:
-        return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
+        self.encode.prepare(*encodable(batch, self.config.negative_prompt))
 
     def explorations(self, epoch: int, size: Size | None = None) -> list[RolloutSpec]:
         """Epoch's grids, windows, kernels and solvers for images of a size; the last epoch's are kept."""

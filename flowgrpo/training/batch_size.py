@@ -17,7 +17,7 @@ import torch
 from flowgrpo import domains
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.device import AUTO, free_memory, require_generators
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -109,10 +109,9 @@ def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estim
     """The estimate of a run with its policy, measured on one prompt, and the shares to choose from.
     Every phase is linear in the micro-batch. The activations of an update are linear in the share of blocks that
     recompute, beside the one block that recomputes at a time."""
-    negative = config.negative_prompt if prompt.negative is None else prompt.negative
     text = policy.unit == "tokens"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
-    conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
+    conditioning, before = encode(*encodable([prompt], config.negative_prompt)), policy.evaluations
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     memory = domains.sampled_by(policy.process).memory

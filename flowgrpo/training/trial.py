@@ -19,7 +19,7 @@ import torch
 
 from flowgrpo import device, rewards
 from flowgrpo.data.images import image_size
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
@@ -126,10 +126,8 @@ def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
     orders: list[Callable[[tuple[int, int]], float]] = [
         lambda size: size[0] * size[1], lambda size: -size[0] * size[1], lambda size: size[0] / size[1],
         lambda size: size[1] / size[0], lambda size: min(size)]
-    negative = trainer.config.negative_prompt
     for prompt in {id(found): found for found in (sizes[min(sizes, key=order)] for order in orders)}.values():
-        cast(Any, trainer.rollouts).encode([prompt.text], [negative if prompt.negative is None else prompt.negative],
-                                           [prompt.brings])
+        cast(Any, trainer.rollouts).encode(*encodable([prompt], trainer.config.negative_prompt))
 
 
 def score_trial(batch: Batch) -> bool:
@@ -206,11 +204,8 @@ class Samples:
 
     @torch.no_grad()
     def _sample(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
-        some, config = rows[:SAMPLES], self.trainer.config
-        conditioning = self.rollouts.encode(
-            [prompt.text for prompt in some],
-            [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
-            [prompt.brings for prompt in some])
+        some = rows[:SAMPLES]
+        conditioning = self.rollouts.encode(*encodable(some, self.trainer.config.negative_prompt))
         if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
             conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
         if size is not None:

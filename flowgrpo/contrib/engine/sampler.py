@@ -95,8 +95,7 @@ def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequen
     found = []
     for prompt, of in zip(prompts, seeds, strict=True):
         row = conditioning.rows(torch.tensor([prompt]))
-        size = dict(zip(("height", "width"), row.sizes[0])) if row.sizes else {}
-        further = policy.call | size | {policy.driver.scale: row.scale(policy.guidance)}
+        further = policy.call | row.size | {policy.driver.scale: row.scale(policy.guidance)}
         for start in range(0, len(of), most):
             found.append(Request(row.prompts[0], row.negatives[0], tuple(of[start:start + most]), spec.steps, kind,
                                  level, spec.schedule.stochastic, tuple(states), means or spec.keep_means, further))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.files import parse_json, tensors_of
@@ -212,10 +212,7 @@ class EditPolicy(PipelinePolicy):
         guidance = arguments.get("guidance", accepts[scale].default if scale in accepts else self.guidance)
         if guidance != self.guidance:  # prompts are encoded as a call with it encodes them
             self.guidance, self.encode_prompt = guidance, EncodePrompt(self.driver, self.encoders, self.live)
-        brought = [prompt.brings for prompt in prompts]
-        conditioning = self.encode([prompt.text for prompt in prompts],
-                                   [negative if prompt.negative is None else prompt.negative for prompt in prompts],
-                                   brought if any(each is not None for each in brought) else None)
+        conditioning = self.encode(*encodable(prompts, negative))
         steps = arguments.get("num_inference_steps", accepts["num_inference_steps"].default)
         return self.generate(conditioning, self.generators(seeds), steps, guidance)
 

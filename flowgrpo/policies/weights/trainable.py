@@ -325,7 +325,5 @@ class TrainableWeights:
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
     def layers(self) -> dict[str, LoraLayer]:
-        from peft.tuners.lora import LoraLayer
-
         return {f"{name}.{key}": layer for name, module in self.modules.items()
-                for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+                for key, layer in lora_layers(module).items()}
