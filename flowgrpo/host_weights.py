@@ -80,34 +80,21 @@ def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
-class Offloaded:
-    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay.
-
-    Their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
-    """
+class Offloaded(HostWeights):
+    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
-        self.device, self.away, self.here = device, away, here
-        self._weights = HostWeights(modules, device)
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        return self._weights.modules
+        super().__init__(modules, device)
+        self.away, self.here = away, here
 
     def load(self) -> None:
-        """Copy the modules to the device; the host does not wait for the copies."""
-        if self.here:
-            return
-        self.here = True
-        self._weights.load()
-        for module in self.modules:
-            module.to(self.device)  # quantised weights, which know how they are moved
+        if not self.here:
+            super().load()
+            for module in self.modules:
+                module.to(self.device)  # quantised weights, which know how they are moved
 
     def offload(self) -> None:
-        """Drop the copies on the device; nothing is copied back."""
-        if not self.here or self.away is None:
-            return
-        self._weights.offload()
-        self.here = False
-        for module in self.modules:
-            module.to(self.away)  # what was quantised, or added since
+        if self.here and self.away is not None:
+            super().offload()
+            for module in self.modules:
+                module.to(self.away)  # what was quantised, or added since

@@ -103,7 +103,7 @@ def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torc
 
 
 @contextlib.contextmanager
-def _there(weights: Offloaded | HostWeights) -> Iterator[None]:
+def _there(weights: HostWeights) -> Iterator[None]:
     """Context manager and decorator: weights come before what is inside, and leave behind it."""
     weights.load()
     try:
