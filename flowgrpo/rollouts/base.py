@@ -160,7 +160,7 @@ class GroupSampler(Generic[C]):
 
     def splits(self, epoch: int) -> tuple[int, ...]:
         """Children per state at each split that the plan lists, in order; none of a language model."""
-        return ()
+        return next((spec.split_widths for spec in self.explorations(epoch)), ())
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the epoch's sampling."""

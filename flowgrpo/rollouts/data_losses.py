@@ -56,7 +56,8 @@ class DataLosses(Protocol):
         return self.run.rollouts
 
     def divisor(self, examples: Sequence[Example]) -> int:
-        """Divisor of a batch's summed loss, such as its number of trained tokens."""
+        """Divisor of a batch's summed loss: the number of examples, or that of trained tokens."""
+        return len(examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         """Yield summed losses, 0-d, each with a graph of its own; their sum over the divisor is the batch's loss.
@@ -113,9 +114,6 @@ class PairTokenLosses(TextExamples):
         for example in recorded:
             for text in (str(example.content), example.rejected):
                 require_fitting(self.rollouts.config.text.max_tokens, example.prompt, len(self.row(text)), "text")
-
-    def divisor(self, examples: Sequence[Example]) -> int:
-        return len(examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows
@@ -213,9 +211,6 @@ class NoisedLosses(DataLosses):
             raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings images, but "
                             f"{type(self.policy.pipe).__name__} makes videos: leave it out")
         self.encoder = ImageEncoder(self.policy, "demonstrations")
-
-    def divisor(self, examples: Sequence[Example]) -> int:
-        return len(examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         policy, seed = self.policy, self.rollouts.config.seed

@@ -208,9 +208,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             self.planned[epoch, size] = specs
         return self.planned[epoch, size]
 
-    def splits(self, epoch: int) -> tuple[int, ...]:
-        return self.explorations(epoch)[0].split_widths
-
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:

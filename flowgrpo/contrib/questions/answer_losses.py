@@ -154,9 +154,6 @@ class AnswerLosses(DataLosses):
         self.reader = reader_of(self.policy, part.length)
         self.counted = [0, 0]
 
-    def divisor(self, examples: Sequence[Example]) -> int:
-        return len(examples)
-
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         from flowgrpo.text.samplers.decoding import Decoding
 
