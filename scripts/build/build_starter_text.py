@@ -4,7 +4,7 @@
     python scripts/build/build_starter_text.py --out runs/starter_text --resume # go on after an interruption
 
 It first learns from right solutions. Its last training texts are a careless pupil's, who slips in every digit fact at
-a rate of its own (`flowgrpo.starter.arithmetic`): a fault that the model has for good, beside the right way, which it
+a rate of its own (`starter_sums.py`): a fault that the model has for good, beside the right way, which it
 still takes at times.
 Prints pass@1, 4 and 16 and the greedy accuracy on held-out problems, by task; writes the model directory, and the
 prompts for alignment. Seeds are fixed.
@@ -20,9 +20,10 @@ from math import comb
 from pathlib import Path
 
 import torch
+from starter_sums import COUNTS, Problem, choose_problems, draw, solution
 from tqdm import tqdm
 
-from flowgrpo.starter.arithmetic import COUNTS, Problem, build_tokenizer, choose_problems, draw, solution
+from flowgrpo.starter.arithmetic import build_tokenizer
 
 TOKENS = 16  # of the longest solution with its end
 SAMPLES = 16

@@ -8,6 +8,7 @@ import build_starter_unified as build
 import numpy as np
 import pytest
 import torch
+from starter_sums import FACTS, RATES, Problem, choose_problems, draw, solution
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from flowgrpo.config import load
@@ -18,7 +19,6 @@ from flowgrpo.rewards.find import find
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
-from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, choose_problems, draw, solution
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
