@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import starter_clips
 import torch
 from build_starter import rate
 from safetensors.torch import load_file, save_file
@@ -86,12 +87,13 @@ def build_denoiser():
 def draw(count: int, seed: int, jolted: float = 0.0) -> tuple[torch.Tensor, list[str]]:
     """`count` training clips: frames uint8 [count, F, 3, 64, 64] and their prompts; none is held out. jolted: the share
     of clips with a jolt."""
-    rng, known = np.random.default_rng(seed), motion.clips(held=False)
-    frames, prompts = torch.empty(count, motion.FRAMES, 3, SIZE, SIZE, dtype=torch.uint8), []
+    rng, known = np.random.default_rng(seed), starter_clips.clips(held=False)
+    frames, prompts = torch.empty(count, starter_clips.FRAMES, 3, SIZE, SIZE, dtype=torch.uint8), []
     for i in range(count):
         clip = known[rng.integers(len(known))]
-        frames[i] = torch.from_numpy((255 * motion.render(clip, rng, rng.random() < jolted)).round().astype(np.uint8))
-        prompts.append(clip.caption(rng.integers(motion.STYLES)))
+        drawn = starter_clips.render(clip, rng, rng.random() < jolted)
+        frames[i] = torch.from_numpy((255 * drawn).round().astype(np.uint8))
+        prompts.append(clip.caption(rng.integers(starter_clips.STYLES)))
     return frames, prompts
 
 
@@ -173,9 +175,9 @@ def keep(path: Path, state: dict):
 @torch.no_grad()
 def ceiling(vae, count: int) -> dict[str, float]:
     """Share of `count` drawn held-out clips that the strict rewards find true after the autoencoder."""
-    rng, held = np.random.default_rng(4), motion.clips(held=True)
+    rng, held = np.random.default_rng(4), starter_clips.clips(held=True)
     drawn = [held[i % len(held)] for i in range(count)]
-    frames = torch.from_numpy(np.stack([motion.render(clip, rng) for clip in drawn])).float()
+    frames = torch.from_numpy(np.stack([starter_clips.render(clip, rng) for clip in drawn])).float()
     made = torch.cat([vae.decode(vae.encode(part.transpose(1, 2) * 2 - 1).latent_dist.mean).sample
                       for part in frames.split(50)]).transpose(1, 2)
     scores = rewards.score({name: rewards.find(name) for name in ("motion", "appearance")}, made / 2 + 0.5,
@@ -301,12 +303,12 @@ def report(model: str, device: str, guidance: list[float], steps: int, count: in
     policy = PipelinePolicy(load_pipeline(model), Adapter(rank=0), device=device, call=VIDEO_CALL)
     prompts = measured.spread(load_prompts(STARTER / "video_held_out.jsonl"), count)
     functions = {name: rewards.find(name) for name in ("motion", "motion_graded", "appearance")}
-    print("| guidance | reward | " + " | ".join((*motion.TASKS, "all")) + " |")
-    print("|" + "---|" * (len(motion.TASKS) + 3))
+    print("| guidance | reward | " + " | ".join((*starter_clips.TASKS, "all")) + " |")
+    print("|" + "---|" * (len(starter_clips.TASKS) + 3))
     for scale in guidance:
         found = measured.measure(policy, prompts, functions, steps=steps, guidance=scale, samples=1, micro_batch=64)
         for name, mean in found.mean().items():
-            told = [*(found.by_task(name)[task] for task in motion.TASKS), mean]
+            told = [*(found.by_task(name)[task] for task in starter_clips.TASKS), mean]
             print(f"| {scale:g} | {name} | " + " | ".join(f"{value:.3f}" for value in told) + " |", flush=True)
 
 
@@ -314,7 +316,7 @@ def write_prompts(folder: Path):
     """video_train.jsonl and video_held_out.jsonl: every clip of the world said in every style, on its side."""
     for name, held in (("video_train", False), ("video_held_out", True)):
         lines = [{"prompt": clip.caption(style), "metadata": {"task": clip.task, "motion": clip.motion}}
-                 for clip in motion.clips(held) for style in range(motion.STYLES)]
+                 for clip in starter_clips.clips(held) for style in range(starter_clips.STYLES)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from PIL import Image
+from starter_clips import STYLES, TASKS, clips, render
 
 from flowgrpo import rewards
 from flowgrpo.config import load, validate
@@ -24,7 +25,7 @@ from flowgrpo.rewards.starter.motion import appearance, motion
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import FOLDERS, VIDEO_CALL, VIDEO_GUIDANCE, scenes
-from flowgrpo.starter.motion import STYLES, TASKS, clips, parse, render
+from flowgrpo.starter.motion import parse
 from flowgrpo.train import Trainer
 from tests.helpers import ffmpeg
 

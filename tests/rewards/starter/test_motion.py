@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import ndimage
+from starter_clips import FRAMES, STYLES, TASKS, clips, is_held_out, render
 
 from flowgrpo.rewards.starter.motion import appearance, motion, motion_graded, read_clips, track
 from flowgrpo.rewards.starter.scene import scene
-from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, is_held_out, parse, render
+from flowgrpo.starter.motion import MOTIONS, PHRASES, Clip, parse
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, coverage
 from tests.helpers.refusals import message
 
