@@ -37,14 +37,6 @@ def place(claims: Claims, rng: np.random.Generator) -> list[Placed]:
             return [(shape, colour, (int(x), int(y))) for (shape, colour), (x, y) in zip(named, centres)]
 
 
-def scatter(rng: np.random.Generator, share: float) -> list[Placed]:
-    """Any objects in this share of the places of a grid, for images of every fullness."""
-    left, top = CELL * rng.integers(0, 2, 2)
-    return [(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), (int(x), int(y)))
-            for y in range(CELL + top, scenes.SIZE - CELL + 1, 2 * CELL)
-            for x in range(CELL + left, scenes.SIZE - CELL + 1, 2 * CELL) if rng.random() < share]
-
-
 def paint(objects: Sequence[Placed]) -> np.ndarray:
     """Image float32 [3, 64, 64] in [0, 1]."""
     image = np.full((3, scenes.SIZE, scenes.SIZE), GROUND, np.float32)
@@ -62,16 +54,6 @@ def tokens(objects: Sequence[Placed]) -> np.ndarray:
         row, column = y // CELL, x // CELL
         grid[row - 1:row + 1, column - 1:column + 1] = first + np.arange(4).reshape(2, 2)
     return grid.reshape(-1)
-
-
-def code_vectors() -> np.ndarray:
-    """Meaning of each token, float32 [CODES, 14] of length 1: ground or not, the shape, the quarter, the colour."""
-    rows = [[1.0] + [0.0] * 13]
-    for shape in np.eye(len(SHAPES)):
-        for colour in COLOURS.values():
-            rows += [[0.0, *shape, *quarter, *(2 * np.array(colour) - 1)] for quarter in np.eye(4)]
-    vectors = np.array(rows, np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 @lru_cache(maxsize=len(SHAPES))

@@ -80,6 +80,16 @@ def build_processor() -> Any:
                           tokenizer, chat_template=TEMPLATE, num_image_tokens=TOKENS)
 
 
+def code_vectors() -> np.ndarray:
+    """Meaning of each token, float32 [codes, 14] of length 1: ground or not, the shape, the quarter, the colour."""
+    rows = [[1.0] + [0.0] * 13]
+    for shape in np.eye(len(scenes.SHAPES)):
+        for colour in scenes.COLOURS.values():
+            rows += [[0.0, *shape, *quarter, *(2 * np.array(colour) - 1)] for quarter in np.eye(4)]
+    vectors = np.array(rows, np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
 def build_model(words: int) -> Any:
     """Janus of small width. words: size of its vocabulary.
 
@@ -106,7 +116,7 @@ def build_model(words: int) -> Any:
         hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=heads, image_size=scenes.SIZE,
         patch_size=lattice.CELL, mlp_ratio=2.0, projection_dim=WIDTH, depth=2, num_image_tokens=TOKENS)
     tokens = JanusVQVAEConfig(
-        embed_dim=lattice.code_vectors().shape[1], num_embeddings=lattice.CODES, latent_channels=32, base_channels=32,
+        embed_dim=code_vectors().shape[1], num_embeddings=lattice.CODES, latent_channels=32, base_channels=32,
         channel_multiplier=[1, 1, 1, 2], num_res_blocks=0, initializer_range=0.06, projection_dim=WIDTH,
         image_token_embed_dim=WIDTH, num_patches=lattice.SIDE)
     model: Any = JanusForConditionalGeneration(JanusConfig(
@@ -119,13 +129,22 @@ def build_model(words: int) -> Any:
                 part.weight.normal_(0, part.weight[0].numel()**-0.5)
             elif isinstance(part, torch.nn.Embedding):
                 part.weight.normal_(0, 0.3)
-        codes = torch.from_numpy(lattice.code_vectors())
+        codes = torch.from_numpy(code_vectors())
         model.model.vqmodel.quantize.embedding.weight.copy_(codes)
         model.model.generation_embeddings.weight.copy_(codes)
     return model
 
 
 # --- training --------------------------------------------------------------------------------------------------------
+
+def scatter(rng: np.random.Generator, share: float) -> list[lattice.Placed]:
+    """Any objects in this share of the places of a grid, for images of every fullness."""
+    cell = lattice.CELL
+    left, top = cell * rng.integers(0, 2, 2)
+    return [(str(rng.choice(scenes.SHAPES)), str(rng.choice(list(scenes.COLOURS))), (int(x), int(y)))
+            for y in range(cell + top, scenes.SIZE - cell + 1, 2 * cell)
+            for x in range(cell + left, scenes.SIZE - cell + 1, 2 * cell) if rng.random() < share]
+
 
 @dataclass
 class Stage:
@@ -173,7 +192,7 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((1, step))
         full = rng.uniform(0.05, 0.5, 8) if step < 0.7 * steps else np.full(8, 0.15)
-        drawn = [lattice.scatter(rng, share) for share in full]
+        drawn = [scatter(rng, share) for share in full]
         target = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn])) * 2 - 1
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
         with torch.autocast("cpu", torch.bfloat16):
@@ -199,7 +218,7 @@ def naming(model: Any, tokenizer: Any) -> Callable[[int], Tensor]:
 
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((3, step))
-        drawn = [lattice.scatter(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
+        drawn = [scatter(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
         images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn]))
         found = model.model.get_image_features(images * 2 - 1).pooler_output

@@ -215,7 +215,7 @@ def test_a_image_and_its_tokens_determine_each_other():
     assert picture.shape == (3, 64, 64) and picture[:, y, x].tolist() == pytest.approx(scenes.COLOURS["green"])
     left, right = lattice.place(scenes.parse("a star and a ring"), rng)
     assert left[0] == "star" and left[2][0] < right[2][0]
-    assert len(lattice.scatter(rng, 1.0)) >= 9 and lattice.scatter(rng, 0.0) == []
+    assert len(build.scatter(rng, 1.0)) >= 9 and build.scatter(rng, 0.0) == []
 
 
 def test_balanced_questions_are_those_that_the_image_answers():
