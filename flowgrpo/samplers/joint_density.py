@@ -59,12 +59,16 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
         encoded = conditioning.rows(chain.prompts[rows])
-        steps = []
-        for link in chain.links:
-            x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
-            v = policy.replay(encoded, x, exploration.grid, link.step, exploration.timesteps)
-            steps.append(gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next))
+        steps = [step_log_prob(policy, encoded, exploration, link, rows) for link in chain.links]
         yield 0, rows, single_score(log_prob(_first(exploration, chain, rows), steps))
+
+
+def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
+                  ) -> Tensor:
+    """Log-density [b] of one step."""
+    x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
+    v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
+    return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 
 
 def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor | None:
