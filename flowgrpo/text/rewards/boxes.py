@@ -59,7 +59,6 @@ class BoxIoU(Keyed):
     """
 
     key: str = "boxes"
-    reward = "box_iou"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def read(self, value: object) -> list[Box]:
@@ -125,7 +124,6 @@ class TimeIoU(Keyed):
 
     key: str = "span"
     floor: float = 0.0
-    reward = "time_iou"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:

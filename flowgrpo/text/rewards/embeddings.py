@@ -90,7 +90,6 @@ class SemanticSimilarity(TextEncoder):
     longest: int = 512
     key: str = "answer"
     batch_size: int = field(default=32, kw_only=True)
-    reward = "semantic_similarity"
     about = About(modality="text", range=(-1, 1), needs="", licence=f"{LICENCE}, the model's")
     keyed = True  # nothing is scored without the key
 
@@ -295,7 +294,6 @@ class TextScorer(TextEncoder):
     longest: int = 512
     batch_size: int = field(default=32, kw_only=True)
     known: LearnedHeads = field(init=False, repr=False)
-    reward = "text_scorer"
     about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, weights of your own")
 
     def __post_init__(self) -> None:

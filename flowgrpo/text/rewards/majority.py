@@ -171,7 +171,6 @@ class RefinedLabels(Remembering):
     """
 
     window: int = 3
-    reward = "refined_labels"
     keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
@@ -203,7 +202,6 @@ class PseudoLabels(Remembering):
 
     similarity: float = 0.9
     visits: int = 2
-    reward = "pseudo_labels"
 
     def __post_init__(self) -> None:
         super().__post_init__()

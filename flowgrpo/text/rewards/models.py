@@ -82,7 +82,6 @@ class RewardModel(TextModel):
     thoughts: bool = False
     longest: int = 4096
     batch_size: int = field(default=8, kw_only=True)
-    reward = "reward_model"
     about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, the model's")
 
     def __post_init__(self) -> None:
@@ -175,7 +174,6 @@ class ReferenceLikelihood(PolicyModel):
     before: str = "<answer>"
     weighted: bool = True
     batch_size: int = field(default=8, kw_only=True)
-    reward = "reference_likelihood"
     about = About(modality="text", range=(None, 0), needs="", licence=f"{LICENCE}, the model's")
     group = True
     keyed = True  # nothing is scored without the key
@@ -241,7 +239,6 @@ class ReasoningDepth(PolicyModel):
     layers: int = 4
     ends: str = "\n"
     batch_size: int = field(default=8, kw_only=True)
-    reward = "reasoning_depth"
     about = About(modality="text", range=(0, 0.7), needs="", licence=f"{LICENCE}, the model's")
 
     def __post_init__(self) -> None:

@@ -240,7 +240,6 @@ class NumericMatch(Keyed):
     tolerance: float = 1e-9
     expressions: bool = False
     abstain: bool = False
-    reward = "numeric_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
@@ -345,7 +344,6 @@ class MathAnswer(Keyed):
     abstain: bool = False
     worker: Worker = field(init=False, repr=False)
     _readable: set[str] = field(init=False, repr=False)
-    reward = "math_answer"
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
 
     def __post_init__(self) -> None:

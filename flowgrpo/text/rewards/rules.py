@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
@@ -55,7 +55,6 @@ class ExactMatch(Keyed):
     extract: bool = True
     case: bool = False
     abstain: bool = False
-    reward = "exact_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def answer(self, completion: str) -> str:
@@ -166,44 +165,43 @@ UNITS = ("words", "characters", "tokens")
 TOKENS = "completion_tokens"  # metadata key
 
 
-def sizes(reward: str, completions: Texts, prompts: Texts, metadata: Metadata, unit: str) -> list[float]:
-    """The length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
-    Raises UserError if that is not a number from 0 up."""
-    if unit == "words":
-        return [len(text.split()) for text in completions]
-    if unit == "characters":
-        return [len(text) for text in completions]
-    for entry, prompt in zip(metadata, prompts):
-        count: Any = entry.get(TOKENS)
-        if type(count) not in (int, float) or not count >= 0:
-            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(count)[:80])}, expected how many "
-                            f"tokens the completion has; or set unit: words (prompt: {one_line(prompt[:80])!r})")
-    return [entry[TOKENS] for entry in metadata]
+class Sized:
+    """Reward of completions, one by one, by their length; base class.
 
+    unit: of the length, words between spaces, characters, or tokens, whose number the metadata must hold as
+    `completion_tokens`, from 0 up.
+    """
 
-def window(size: float, low: float, high: float, margin: float) -> float:
-    """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
-    beyond = max(low - size, size - high, 0)
-    return 1.0 if beyond == 0 else max(0.0, 1 - beyond / margin) if margin else 0.0
+    reward: ClassVar[str]
+    unit: str
 
+    def _require(self, holds: bool, expected: str) -> None:
+        if self.unit not in UNITS:
+            raise UserError(f"reward {self.reward!r}: unit is {self.unit!r}, expected {', '.join(UNITS)}")
+        if not holds:
+            raise UserError(f"reward {self.reward!r}: expected {expected}")
 
-def overlong(size: float, longest: float, buffer: float) -> float:
-    """0 up to longest - buffer, falling linearly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation 13)."""
-    if size > longest:
-        return -1.0
-    return min(0.0, (longest - buffer - size) / buffer) if buffer else 0.0
+    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
+        if self.unit == "words":
+            return [self._of(len(text.split())) for text in completions]
+        if self.unit == "characters":
+            return [self._of(len(text)) for text in completions]
+        for entry, prompt in zip(metadata, prompts):
+            count: Any = entry.get(TOKENS)
+            if type(count) not in (int, float) or not count >= 0:
+                raise UserError(f"reward {self.reward!r}: metadata.{TOKENS} is {one_line(repr(count)[:80])}, expected "
+                                "how many tokens the completion has; or set unit: words (prompt: "
+                                f"{one_line(prompt[:80])!r})")
+        return [self._of(entry[TOKENS]) for entry in metadata]
 
-
-def _require(reward: str, holds: bool, unit: str, expected: str) -> None:
-    if unit not in UNITS:
-        raise UserError(f"reward {reward!r}: unit is {unit!r}, expected {', '.join(UNITS)}")
-    if not holds:
-        raise UserError(f"reward {reward!r}: expected {expected}")
+    def _of(self, size: float) -> float:
+        """The score of a length."""
+        return size
 
 
 @built_in("text_length", "short long concise brevity")
 @dataclass(frozen=True)
-class Length:
+class Length(Sized):
     """1 for a completion of wanted length, from `low` to `high`, falling linearly to 0 within a margin.
 
     unit: words, characters, or tokens, whose number the metadata must hold as `completion_tokens`.
@@ -216,17 +214,17 @@ class Length:
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        _require("text_length", 0 <= self.low <= self.high and self.margin >= 0, self.unit,
-                 f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
+        self._require(0 <= self.low <= self.high and self.margin >= 0,
+                      f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
 
-    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
-        return [window(size, self.low, self.high, self.margin)
-                for size in sizes("text_length", completions, prompts, metadata, self.unit)]
+    def _of(self, size: float) -> float:
+        beyond = max(self.low - size, size - self.high, 0)
+        return 1.0 if beyond == 0 else max(0.0, 1 - beyond / self.margin) if self.margin else 0.0
 
 
 @built_in("overlong", "short concise truncated")
 @dataclass(frozen=True)
-class Overlong:
+class Overlong(Sized):
     """0 for a completion that ends in time, falling linearly to -1 over the last `buffer` before `longest` (DAPO).
 
     Soft overlong punishment (2503.14476, equation 13; there 20480 tokens with a buffer of 4096). unit: as in `Length`.
@@ -238,38 +236,30 @@ class Overlong:
     about = About(modality="text", range=(-1, 0), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        _require("overlong", 0 <= self.buffer <= self.longest and self.longest > 0, self.unit,
-                 f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
+        self._require(0 <= self.buffer <= self.longest and self.longest > 0,
+                      f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
 
-    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
-        return [overlong(size, self.longest, self.buffer)
-                for size in sizes("overlong", completions, prompts, metadata, self.unit)]
+    def _of(self, size: float) -> float:
+        if size > self.longest:
+            return -1.0
+        return min(0.0, (self.longest - self.buffer - size) / self.buffer) if self.buffer else 0.0
 
 
 @built_in("completion_length", "short long concise brevity tokens")
 @dataclass(frozen=True)
-class CompletionLength:
+class CompletionLength(Sized):
     """Length of a completion, for a transform such as `{budget: 256}`. unit: as in `Length`."""
 
     unit: str = "tokens"
     about = About(modality="text", range=(0, None), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        _require("completion_length", True, self.unit, "")
-
-    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
-        return sizes("completion_length", completions, prompts, metadata, self.unit)
-
-
-def turning(share: float, turn: float) -> float:
-    """1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
-    share = min(1.0, share)
-    return 1 - (1 - share / turn) ** 2 if share <= turn else 1 - 2 * ((share - turn) / (1 - turn)) ** 2
+        self._require(True, "")
 
 
 @built_in("length_curve", "short long concise")
 @dataclass(frozen=True)
-class LengthCurve:
+class LengthCurve(Sized):
     """Length reward that rises to a turning point and falls beyond it: 0 for an empty completion, -1 at `longest`.
 
     "Surrogate Signals from Format and Length" trains on it without answers, behind a check of the format: `gated:
@@ -283,12 +273,13 @@ class LengthCurve:
     about = About(modality="text", range=(-1, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        _require("length_curve", self.longest > 0 and 0 < self.turn < 1, self.unit,
-                 f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
+        self._require(self.longest > 0 and 0 < self.turn < 1,
+                      f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
 
-    def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata) -> list[float]:
-        return [turning(size / self.longest, self.turn)
-                for size in sizes("length_curve", completions, prompts, metadata, self.unit)]
+    def _of(self, size: float) -> float:
+        """1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
+        share, turn = min(1.0, size / self.longest), self.turn
+        return 1 - (1 - share / turn) ** 2 if share <= turn else 1 - 2 * ((share - turn) / (1 - turn)) ** 2
 
 
 _APART = re.compile(r"(?<!\\)(?:(?<!\d)[,/]|[,/](?!\d))|[;&\n\u3001\uff0c]|\b(?:and|or)\b|[\u548c\u6216]", re.I)
@@ -324,7 +315,6 @@ class MultiChoice(Keyed):
 
     key: str = "answer"
     strict: bool = False
-    reward = "multi_choice"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
@@ -349,7 +339,6 @@ class Translation(Keyed):
 
     metric: str = "chrf"
     key: str = "answer"
-    reward = "translation"
     about = About(modality="text", range=(0, 1), needs="translation", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
@@ -376,7 +365,6 @@ class StepMatch(Keyed):
 
     key: str = "solution"
     separator: str = ";"
-    reward = "step_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
