@@ -80,7 +80,7 @@ def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
     for prompt in prompts:
         if (answer := answer_of(prompt)) is None:
             continue
-        ids = torch.tensor([[*policy.tokenizer(answer, add_special_tokens=False)["input_ids"], policy.ends[0]]])
+        ids = policy.answer(answer)[None]
         mask = torch.ones_like(ids, dtype=torch.bool)
         tokenized = policy.encode([prompt.text], images=[prompt.brings])
         scored = policy.log_probs(tokenized, torch.zeros(1, dtype=torch.int64), ids, mask, policy.plain)

@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, smooth_l1_loss
-from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.errors import UserError
@@ -77,16 +76,6 @@ class TextExamples(DataLosses):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a `CausalLM`
 
-    def row(self, text: str) -> Tensor:
-        """Tokens [n] of a text, an end included."""
-        ids = self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return torch.tensor([*ids, self.policy.ends[0]])
-
-    def pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows of tokens as ids [B, L] and mask, bool [B, L]."""
-        ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
-        return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-
     def encoded(self, examples: Sequence[Example]) -> Any:
         return self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
 
@@ -113,7 +102,8 @@ class PairTokenLosses(TextExamples):
         """Raise UserError for the first text with more tokens than a completion may have."""
         for example in recorded:
             for text in (str(example.content), example.rejected):
-                require_fitting(self.rollouts.config.text.max_tokens, example.prompt, len(self.row(text)), "text")
+                require_fitting(self.rollouts.config.text.max_tokens, example.prompt, len(self.policy.answer(text)),
+                                "text")
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows
@@ -122,7 +112,8 @@ class PairTokenLosses(TextExamples):
 
     def _of(self, examples: Sequence[Example]) -> Tensor:
         loss, policy, count = self.part.loss, self.policy, len(examples)
-        ids, mask = self.pad([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
+        ids, mask = policy.pad_answers([policy.answer(text) for pair in examples
+                                        for text in (str(pair.content), pair.rejected)])
         encoded = self.encoded(examples)
         prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
         new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None
@@ -139,7 +130,7 @@ class TokenLosses(TextExamples):
 
     def tokens(self, example: Example) -> Tensor:
         """Tokens [n] of an example's answer, an end included."""
-        return example.content if isinstance(example.content, Tensor) else self.row(example.content)
+        return example.content if isinstance(example.content, Tensor) else self.policy.answer(example.content)
 
     def require(self, recorded: Iterable[Example]) -> None:
         """Raise UserError for the first recorded answer with more tokens than a completion may have."""
@@ -151,7 +142,7 @@ class TokenLosses(TextExamples):
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         rows = [self.tokens(example) for example in examples]
-        ids, mask = self.pad(rows)
+        ids, mask = self.policy.pad_answers(rows)
         encoded = self.encoded(examples)
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
@@ -180,7 +171,8 @@ class TokenLosses(TextExamples):
 
     def _mean_hidden_states(self, examples: Sequence[Example]) -> Tensor:
         """Mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
-        ids, mask = (each.to(self.policy.device) for each in self.pad([self.tokens(example) for example in examples]))
+        rows = [self.tokens(example) for example in examples]
+        ids, mask = (each.to(self.policy.device) for each in self.policy.pad_answers(rows))
         states = self.policy.states_before(self.encoded(examples), ids).float()
         return normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=1)
 

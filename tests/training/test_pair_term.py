@@ -36,7 +36,7 @@ def test_the_term_has_the_value_and_gradient_of_dpo_in_any_micro_batch():
     loop.term(trainer)._backward(examples, 0)
     found, [value] = grads(trainer), loop.term(trainer).losses
     def whole(text: str, prompt: str) -> torch.Tensor:
-        row = loop.term(trainer).loss.row(text)[None]
+        row = trainer.policy.answer(text)[None]
         return trainer.policy.log_probs(trainer.policy.encode([prompt]), torch.zeros(1).long(), row,
                                         torch.ones_like(row).bool(), trainer.method.generation.decoding).logp.sum()
     losses = []

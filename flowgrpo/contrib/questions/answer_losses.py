@@ -113,14 +113,6 @@ def encode_questions(reader: Any, asked: Sequence[Asked], images: Sequence[Any])
     return reader.encode([each.question for each in asked], images=[images[each.row] for each in asked])
 
 
-def tokens(reader: Any, answers: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Answers with their ends as ids [n,L] and mask, bool [n,L]."""
-    rows = [torch.tensor([*reader.tokenizer(answer, add_special_tokens=False)["input_ids"], reader.ends[0]])
-            for answer in answers]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=reader.padding)
-    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-
-
 def normalise_answer(text: str) -> str:
     return " ".join(text.lower().split()).rstrip(".")
 
@@ -181,8 +173,8 @@ class AnswerLosses(DataLosses):
 
         read, count = encode_questions(self.reader, asked, images), self.part.samples
         if not count:
-            logp = self.reader.log_probs(read, torch.arange(len(asked)), *tokens(
-                self.reader, [each.answer for each in asked]), Decoding()).logp.sum(1)
+            ids, mask = self.reader.pad_answers([self.reader.answer(each.answer) for each in asked])
+            logp = self.reader.log_probs(read, torch.arange(len(asked)), ids, mask, Decoding()).logp.sum(1)
             return -logp, logp.detach().exp()
         of = torch.arange(len(asked)).repeat_interleave(count)
         with torch.no_grad():

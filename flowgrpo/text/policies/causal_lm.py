@@ -158,6 +158,15 @@ class CausalLM:
             raise UserError(f"the prompt {prompt!r} has no token: expected a text that the tokenizer knows")
         return torch.tensor(ids)
 
+    def answer(self, text: str) -> Tensor:
+        """The tokens [n] of a text that is given as a completion, an end included."""
+        return torch.tensor([*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.ends[0]])
+
+    def pad_answers(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows of tokens as ids [B,L], padded at their ends, and mask, bool [B,L]."""
+        ids = pad_sequence([*rows], batch_first=True, padding_value=self.padding)
+        return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
     def require_context(self, prompts: Sequence[str]) -> None:
         """Raise UserError for a prompt without tokens or, with its completion, longer than the model's context; of many
         prompts only the longest and the shortest are checked."""

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
@@ -50,14 +49,10 @@ class RecordedTextRollouts(TextRollouts):
         most = self.config.text.max_tokens
         for prompt in prompts:
             for side in SIDES:
-                if (count := len(self.tokens(prompt.metadata[side]))) > most:
+                if (count := len(self.policy.answer(prompt.metadata[side]))) > most:
                     raise UserError(f"preferences {self.config.preferences}: the {side} text of the prompt "
                                     f"{prompt.text[:60]!r} has {count} tokens, its end included, and text.max_tokens "
                                     f"is {most}: raise it, or leave the pair out")
-
-    def tokens(self, text: str) -> Tensor:
-        """The tokens [n] of a text, an end included."""
-        return torch.tensor([*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"], self.policy.ends[0]])
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
@@ -67,17 +62,15 @@ class RecordedTextRollouts(TextRollouts):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
             before = self.policy.evaluations
             with self.clock("encode"), torch.no_grad():
-                rows = [self.tokens(text) for text in texts]
-                lengths = torch.tensor([len(row) for row in rows])
-                ids = pad_sequence([*rows, torch.zeros(most, dtype=torch.int64)], batch_first=True,
-                                   padding_value=self.policy.padding)[:-1]
-                mask = torch.arange(most) < lengths[:, None]
+                rows = [self.policy.answer(text) for text in texts]
+                longest = torch.zeros(most, dtype=torch.int64)  # to which the others are padded
+                ids, mask = (values[:-1] for values in self.policy.pad_answers([*rows, longest]))
                 logp = torch.cat([self.policy.log_probs(conditioning, prompts[at], ids[at], mask[at],
                                                         self.method.generation.decoding).logp.cpu()
                                   for at in torch.arange(len(rows)).split(self.geometry.micro_batch)])
             self.policy.evaluations = before  # nothing was drawn
             tags = self.policy.opened([conditioning.prompts[i] for i in prompts])
-            completions = [Completion(text, int(count), opened=tag) for text, count, tag in zip(texts, lengths, tags)]
+            completions = [Completion(text, len(row), opened=tag) for text, row, tag in zip(texts, rows, tags)]
             recorded = SampledCompletions(ids, logp, mask, torch.zeros(len(rows), dtype=torch.bool), completions)
             yield self.record(groups, prompts, [recorded]), [[*completions]]
 

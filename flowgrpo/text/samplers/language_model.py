@@ -90,6 +90,7 @@ class CausalModel(Protocol):
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor: ...
     def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> list[Completion]: ...
     def opened(self, prompts: Sequence[str]) -> list[str]: ...
+    def answer(self, text: str) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -129,8 +130,7 @@ def with_answers(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tens
     the policy's log-probabilities. A prompt with fewer answers, or with too long an answer, keeps its sample."""
     known = {row: tokenized.answers[int(prompts[row])] for row in (number >= 0).nonzero()[:, 0].tolist()}
     answers = {row: texts[int(number[row])] for row, texts in known.items() if number[row] < len(texts)}
-    tokens = {row: torch.tensor([*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.ends[0]])
-              for row, text in answers.items()}
+    tokens = {row: policy.answer(text) for row, text in answers.items()}
     rows = [row for row in tokens if len(tokens[row]) <= completions.ids.shape[1]]
     expert = torch.isin(torch.arange(len(number)), torch.tensor(rows, dtype=torch.int64))
     if not rows:
