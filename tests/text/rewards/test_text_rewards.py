@@ -31,10 +31,7 @@ from flowgrpo.text.rewards.rules import (
     StepMatch,
     distinct,
     normalise,
-    overlong,
     tag_share,
-    turning,
-    window,
 )
 from flowgrpo.types import Completion, opening_tag
 from tests.helpers.refusals import message
@@ -251,7 +248,6 @@ def test_tags(text, of_six):
 @pytest.mark.parametrize("size, share", [
     (4, 0), (6, 0), (8, 0.5), (9, 0.75), (10, 1), (15, 1), (20, 1), (23, 0.25), (24, 0)])
 def test_a_window_of_lengths(size, share):
-    assert window(size, 10, 20, 4) == share
     assert one(Length(10, 20, 4), "word " * size) == share and one(Length(10, 20, 4, "characters"), "c" * size) == share
     assert one(Length(10, 20, 4, "tokens"), "", completion_tokens=size) == share
     assert one(Length(10, 20), "word " * size) == (10 <= size <= 20)
@@ -260,9 +256,8 @@ def test_a_window_of_lengths(size, share):
 @pytest.mark.parametrize("size, score", [
     (0, 0), (16384, 0), (17408, -0.25), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1)])
 def test_the_soft_overlong_punishment_of_dapo(size, score):
-    assert overlong(size, 20480, 4096) == score
     assert one(Overlong(20480, 4096), "", completion_tokens=size) == score
-    assert overlong(size, 20480, 0) == (-1 if size > 20480 else 0)
+    assert one(Overlong(20480, 0), "", completion_tokens=size) == (-1 if size > 20480 else 0)
 
 
 def test_lengths_and_repetition_by_hand_or_refused():
@@ -273,8 +268,10 @@ def test_lengths_and_repetition_by_hand_or_refused():
     assert "metadata.completion_tokens is None, expected how many tokens the completion has" in told
     assert "n is 0 and unit 'words', expected 1 or more" in message(Repetition, 0)
     assert "expected 1 or more, and words or characters" in message(Distinct, 2, "tokens")
-    assert [turning(share, 0.5) for share in (0, 0.25, 0.5, 0.75, 1, 2)] == [0, 0.75, 1, 0.5, -1, -1]
-    assert turning(0.2, 0.2) == pytest.approx(turning(0.2 + 1e-9, 0.2))
+    whole = [one(LengthCurve(4), "", completion_tokens=size) for size in (0, 1, 2, 3, 4, 8)]
+    assert whole == [0, 0.75, 1, 0.5, -1, -1]
+    turned = [one(LengthCurve(1, turn=0.2), "", completion_tokens=size) for size in (0.2, 0.2 + 1e-9)]
+    assert turned[0] == pytest.approx(turned[1])
     curve = LengthCurve(longest=4, unit="words")
     assert [one(curve, text) for text in ("a", "a b", "a b c", "a b c d e")] == [0.75, 1, 0.5, -1]
     gate = rewards.find("gated", {"rewards": [FormatTags(tags=["answer"]), curve], "thresholds": [1]})
