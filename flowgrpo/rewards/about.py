@@ -62,7 +62,7 @@ def differentiable(reward: T) -> T:
 
 def built_in(name: str, found_by: str = "", about: About | None = None) -> Callable[[T], T]:
     """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes,
-    and for the messages of a class that has no attribute `reward`.
+    and for the messages of a class that has no attribute `reward` of its own.
 
     found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
     about: the facts of a function; a class has them as an attribute.
@@ -71,7 +71,7 @@ def built_in(name: str, found_by: str = "", about: About | None = None) -> Calla
         reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
         if about is not None:
             reward.about = about  # type: ignore[attr-defined]
-        elif not hasattr(reward, "reward"):
+        elif "reward" not in vars(reward):
             reward.reward = name  # type: ignore[attr-defined]
         return reward
 

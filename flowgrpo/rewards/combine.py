@@ -11,7 +11,6 @@ route need none of this; a recipe's rules have them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -50,12 +49,13 @@ class Combined(Reward):
     rewards: Sequence[Any]
     made: dict[str, Composed] = field(init=False, repr=False, compare=False)
     about = LIKE_ITS_PARTS
+    reward: ClassVar[str]
     smooth: ClassVar[bool] = False
     count: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         self._require(isinstance(self.rewards, (list, tuple)) and self.rewards, "rewards", "a list of rewards")
-        parts = {f"{self._name}[{place}]": part for place, part in enumerate(self.rewards)}
+        parts = {f"{self.reward}[{place}]": part for place, part in enumerate(self.rewards)}
         composed = compose({label: _rule(label, part) for label, part in parts.items()}, None,
                            {label: part for label, part in parts.items() if callable(part)})
         grouped = [part for part, reward in zip(self.rewards, composed.values()) if sees_groups(reward)]
@@ -87,13 +87,9 @@ class Combined(Reward):
         """Combine the parts' scores [B, R], NaN where one does not apply, into values [B]."""
         raise NotImplementedError
 
-    @property
-    def _name(self) -> str:
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
-
     def _require(self, holds: object, name: str, expected: str) -> None:
         if not holds:
-            raise UserError(f"reward {self._name!r}: {name} is {getattr(self, name)!r}, expected {expected}")
+            raise UserError(f"reward {self.reward!r}: {name} is {getattr(self, name)!r}, expected {expected}")
 
 
 def _rule(label: str, part: Any) -> WatchRule:
