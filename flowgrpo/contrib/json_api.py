@@ -25,15 +25,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import parse_qsl, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import Service, as_json, environment_key, side_by_side, split_address
 from flowgrpo.rewards.vlm_judge.client import PASSING
 from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, frame_index
 
@@ -256,8 +256,8 @@ class Http:
 
         return side_by_side(one, range(len(prompts)), self.concurrency)
 
-    def _raise_for_status(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
-        """Raise the error for a status: the user's, this sample's, or a transient one."""
+    def _raise_for_status(self, url: str, status: int, body: bytes) -> str:
+        """Raise the error for a status, the user's or this sample's; return the message of a transient one."""
         said = self._service.quote(body.decode("utf-8", "replace"))
         message = f"{url} answered {status}" + (f": {said}" if said else "")
         if status in (401, 403):
@@ -270,8 +270,7 @@ class Http:
             raise UserError(f"{WHO}: {message}: make longest smaller")
         if status < 500 and status not in PASSING:
             raise Failed(f"{WHO}: {message}")
-        after = headers.get("retry-after")
-        raise Later(message, seconds(after)) if after else Unanswered(message)
+        return message
 
 
 def _json(body: bytes) -> Any:
@@ -306,12 +305,8 @@ def _urls(urls: str) -> list[str]:
     split = [url.strip() for url in urls.split(",")]
     for url in split:
         shown = url.partition("?")[0].rpartition("@")[2]
-        try:
-            parts = urlsplit(url)
-            proper = parts.port != 0 and parts.scheme in ("http", "https") and parts.hostname and not parts.fragment
-        except ValueError:
-            proper = False
-        if not proper:
+        parts = split_address(url)
+        if parts is None or parts.fragment:
             raise UserError(f"{WHO}: url is {shown!r}, expected https://host/path, several joined by commas")
         if parts.username is not None or any(SECRET.search(name) for name, _ in parse_qsl(parts.query, True)):
             raise UserError(f"{WHO}: the url of {shown} holds a name or a key, and args are written into a run's "

@@ -6,15 +6,15 @@ The protocol is in wire.py, the server in server.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote.exchange import Key, Later, Service, Unanswered, addresses, brief, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import Key, Service, addresses, brief, side_by_side
 from flowgrpo.serving import wire
 from flowgrpo.trust import is_here
 
@@ -89,9 +89,9 @@ class Remote:
                                 "another")
         return info
 
-    def _raise_for_status(self, url: str, status: int, headers: Mapping[str, str], answer: bytes) -> NoReturn:
-        """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
-        format comes from a proxy between, and may pass."""
+    def _raise_for_status(self, url: str, status: int, answer: bytes) -> str:
+        """Raise the error for a status, the reward's or the user's; return the message of one that may pass on retry.
+        A refusal in another format comes from a proxy between, and may pass."""
         line = wire.refusal(answer)
         line = line and self._service.quote(line)
         message = f"{url} answered {status}" + (f": {line}" if line else "")
@@ -102,8 +102,7 @@ class Remote:
             raise Failed(f"reward {self.name!r}: {message}")
         if status == 413 or (line and 400 <= status < 500 and status not in (408, 429)):
             raise UserError(f"reward {self.name!r}: {message}")
-        after = headers.get("retry-after")
-        raise Later(message, seconds(after)) if after else Unanswered(message)
+        return message
 
 
 def bound_token(file: str | Path | None, urls: Sequence[str]) -> Key | None:

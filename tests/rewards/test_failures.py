@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -416,8 +417,10 @@ def test_answers_compressed_and_after_a_wait():
         assert judge(root, timeout=60) == "7"
     remote = object.__new__(Remote)
     remote.name, remote._service = "r", Service("r", [], 1, 0, 0, {})
+    busy = 503, {"retry-after": "7"}, b'{"error": "busy"}'
+    remote._service._http = SimpleNamespace(exchange=lambda *_: busy, faults=())
     with pytest.raises(Later, match="answered 503: busy") as caught:
-        remote._raise_for_status("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
+        remote._service.request("POST", "http://a/r", b"", bytes, remote._raise_for_status)
     assert caught.value.seconds == 7
 
 

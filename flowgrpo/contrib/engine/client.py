@@ -23,7 +23,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +32,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.remote.exchange import announce, as_json
+from flowgrpo.rewards.remote.exchange import announce, as_json, split_address
 
 DEPTH = 64  # of containers within each other
 VALUES = 2**20  # of a message: each takes some hundred bytes in memory
@@ -176,12 +175,9 @@ class Engine:
     """
 
     def __init__(self, url: str, timeout: float = 600.0, retries: int = 2, wait: float = 1.0):
-        try:
-            parts = urlsplit(url)
-            proper = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:
-            proper = False
-        if not proper or parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
+        parts = split_address(url)
+        if parts is None or parts.query or parts.username is not None or not url.isascii() or not url.isprintable() \
+                or " " in url:
             raise UserError(f"rollout.engine is {url!r}: expected the address of an engine, such as "
                             "http://127.0.0.1:30000")
         self.url, self.timeout, self.retries, self.wait = url.rstrip("/"), timeout, retries, wait
@@ -199,14 +195,13 @@ class Engine:
                               f"{request.prompt[:60]!r}: a request was dropped; see the server's log")
         return [self._sample(each, request) for each in answer]
 
-    def set_lora(self, path: str, target: str, alpha: int | None = None) -> None:
+    def set_lora(self, path: str, target: str) -> None:
         """Have the engine load the LoRA of a file or folder, unmerged: a merged one is rounded to the weights' dtype.
 
         target: "transformer" or "transformer_2".
         """
         self._request("POST", "/v1/set_lora", {"lora_nickname": f"flowgrpo_{target}", "lora_path": path,
-                                               "target": target, "strength": 1.0, "merge_mode": "dynamic"}
-                      | ({} if alpha is None else {"lora_alpha": alpha}))
+                                               "target": target, "strength": 1.0, "merge_mode": "dynamic"})
 
     def unset_lora(self) -> None:
         self._request("POST", "/v1/unmerge_lora_weights", {"target": "all"})

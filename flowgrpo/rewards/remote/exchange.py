@@ -13,13 +13,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from flowgrpo import trust
 from flowgrpo.errors import UserError
@@ -245,10 +245,11 @@ class Service:
         raise TimedOut(f"{self.who}: {last} (asked {quantity(number, 'time')})")
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
-                refused: Callable[[str, int, Mapping[str, str], bytes], U]) -> T | U:
-        """`read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
-        Raises Unanswered if none came in time, or a redirect; `Absent` without a connection, and if `read` raises
-        ValueError."""
+                refused: Callable[[str, int, bytes], T | str]) -> T:
+        """`read` of an answer. refused: (url, status, answer) of a status other than 200 -> the result, or a message
+        where another attempt may succeed; it raises any other error.
+        Raises Unanswered if none came in time, a redirect, or that message, and then `Later` if the server asks for it;
+        `Absent` without a connection, and if `read` raises ValueError."""
         import httpx
 
         connect = min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
@@ -270,7 +271,10 @@ class Service:
             place = self.quote(headers.get("location", "")) or "another address"
             raise Unanswered(f"{url} answered {status}, a redirect to {place}, which is not followed: name the address "
                              "that answers")
-        return refused(url, status, headers, answer)
+        result = refused(url, status, answer)
+        if not isinstance(result, str):
+            return result
+        raise Later(result, seconds(headers["retry-after"])) if headers.get("retry-after") else Unanswered(result)
 
     def quote(self, text: str) -> str:
         """Text of a server as one line for a message, without the key."""
@@ -285,17 +289,23 @@ def is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def split_address(url: str) -> SplitResult | None:
+    """Parts of an http or https address of a host, with a port that there is; None for any other text."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else None
+    except ValueError:
+        return None
+
+
 def addresses(urls: str, who: str = "", expected: str = "http://host:port/NAME") -> list[str]:
     """Split URLs joined by commas.
     Raises UserError, which begins with `who`, for one that is not of the form http(s)://host[:port]/NAME."""
     split = [url.strip().rstrip("/") for url in urls.split(",")]
     for url in split:
-        try:
-            parts = urlsplit(url)
-            port, proper = parts.port, is_address(url) and parts.hostname and parts.path.strip("/")
-        except ValueError:
-            port, proper = 0, False
-        if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
+        parts = split_address(url)
+        if parts is None or not (is_address(url) and parts.path.strip("/")) or parts.query or parts.fragment \
+                or parts.username is not None:
             raise UserError(f"{who or f'reward {urls!r}'}: got {url!r}, expected {expected}, several joined by commas")
     return split
 

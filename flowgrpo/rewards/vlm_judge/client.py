@@ -18,13 +18,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import JUDGE, Failed
 from flowgrpo.rewards.remote.exchange import (
     Absent,
-    Later,
     Service,
-    Unanswered,
     addresses,
     as_json,
     environment_key,
-    seconds,
     side_by_side,
     tell,
     trying,
@@ -158,15 +155,12 @@ class Endpoint:
     def _models(self, url: str) -> list[tuple[str, str]]:
         with self._lock:
             if url not in self._served:
-                listed = self._service.request("GET", f"{url}/models", None, _models, self._handle_error)
-                assert isinstance(listed, list)  # a refusal by content answers questions alone
-                self._served[url] = listed
+                self._served[url] = self._service.request("GET", f"{url}/models", None, _models, self._handle_error)
             return self._served[url]
 
-    def _handle_error(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
-                      sent: Mapping[str, Any] = {}) -> Answer:
-        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient
-        one, or that of keys which the server does not take.
+    def _handle_error(self, url: str, status: int, body: bytes, sent: Mapping[str, Any] = {}) -> Any:
+        """A refusal of the service, or the message of a transient status; else raises the error for one: the user's,
+        this request's, or that of keys which the server does not take.
 
         sent: the request.
         """
@@ -182,7 +176,7 @@ class Endpoint:
         if status == 404:
             raise UserError(f"{WHO}: {message} (is the url that of the API, such as http://host:8000/v1, and does it "
                             f"serve the model {self.model!r}?)")
-        if 400 <= status < 500 and any(code in FILTERED for code in codes):
+        if sent and 400 <= status < 500 and any(code in FILTERED for code in codes):
             return Answer("", refused=True)
         if status in (400, 422) and _UNKNOWN.search(why := f"{message} {error['param']}"):
             if keys := [key for key in DIALECT if key in sent and key not in self._given
@@ -190,8 +184,7 @@ class Endpoint:
                 raise _Unknown(keys)
         if 400 <= status < 500 and status not in PASSING:
             raise (UserError if trying() else Failed)(f"{WHO}: {message}")
-        after = headers.get("retry-after")
-        raise Later(message, seconds(after)) if after else Unanswered(message)
+        return message
 
 
 def answer(body: bytes) -> Answer:
