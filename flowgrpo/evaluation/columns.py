@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from flowgrpo.evaluation.statistics import bounds, format_interval
 from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines.load import rate_ahead
+from flowgrpo.rewards.preprocessing import base64_of
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.places import is_checkpoint, list_checkpoints, run_of
 
@@ -154,27 +154,20 @@ def _prompt(text: str, columns: int) -> str:
 def _image(image: torch.Tensor | str, fps: float | None) -> str:
     if isinstance(image, str):
         return f"<p>{html.escape(image)}</p>"
-    file, frames = io.BytesIO(), [grid._image(frame) for frame in (image if image.ndim == 4 else image[None])]
+    frames = [grid._image(frame) for frame in (image if image.ndim == 4 else image[None])]
     size = f'width="{frames[0].width}" height="{frames[0].height}"'
     if image.ndim == 3:
-        frames[0].save(file, format="PNG")
-        return f'<img alt="" {size} src="{_data_url("image/png", file.getvalue())}">'
+        return f'<img alt="" {size} src="data:image/png;base64,{base64_of(frames[0])}">'
     seconds = seconds_of(len(frames), fps)
-    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], loop=0, lossless=True,
-                   duration=durations(seconds, len(frames)))
-    still = f'<img alt="" {size} src="{_data_url("image/webp", file.getvalue())}">'
+    moved = base64_of(frames[0], "WEBP", save_all=True, append_images=frames[1:], loop=0, lossless=True,
+                      duration=durations(seconds, len(frames)))
+    still = f'<img alt="" {size} src="data:image/webp;base64,{moved}">'
     video = clips.encode(frames, seconds)
     if video is None:
         return still
-    source = f'<source type="{clips.TYPE}" src="{_data_url(clips.TYPE, video)}">'
-    first = io.BytesIO()
-    frames[0].save(first, format="WEBP", quality=80)
-    poster = _data_url("image/webp", first.getvalue())
+    source = f'<source type="{clips.TYPE}" src="data:{clips.TYPE};base64,{base64.b64encode(video).decode()}">'
+    poster = f"data:image/webp;base64,{base64_of(frames[0], 'WEBP', quality=80)}"
     return f'<video {size} poster="{poster}" autoplay loop muted playsinline>{source}{still}</video>'
-
-
-def _data_url(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _line(name: str, value: float, before: float, digits: int, below: str = "") -> str:

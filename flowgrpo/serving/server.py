@@ -30,7 +30,7 @@ from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.reward import about, is_privileged
-from flowgrpo.rewards.score import columns
+from flowgrpo.rewards.score import of_batch
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
 from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, is_allowed_host, names
@@ -136,7 +136,7 @@ def score_request(name: str, reward: RewardFunction, body: bytes | bytearray, li
     try:
         batch = wire.unpack(body, limits)
         with refuse_opening():
-            return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))
+            return wire.answer(*of_batch({name: reward}, batch))
     except wire.TooLarge as error:
         refused = Refused(413, str(error))
     except Failed as error:

@@ -27,9 +27,9 @@ from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
+from flowgrpo.rewards.reward import Batch
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 FORMAT = 1
@@ -163,38 +163,20 @@ def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
     if exact:
         from safetensors.torch import save
 
-        return {"safetensors": _base64(save({"output": output.detach().cpu().contiguous()}))}
-    from flowgrpo.rewards.preprocessing import eight_bit
-
-    rounded = eight_bit(output)
-    return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}
-
-
-def _png(image: np.ndarray) -> str:
+        content = save({"output": output.detach().cpu().contiguous()})
+        return {"safetensors": base64.b64encode(content).decode()}
     from PIL import Image
 
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=1)
-    return _base64(file.getvalue())
+    from flowgrpo.rewards.preprocessing import base64_of, eight_bit
 
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+    images = [base64_of(Image.fromarray(image), compress_level=1)
+              for image in eight_bit(output if output.ndim == 4 else output[None])]
+    return {"png": images if output.ndim == 4 else images[0]}
 
 
 # --- server ----------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Request:
-    """B samples: images [B, 3, H, W], videos [B, F, 3, H, W] or a list of texts; whole groups of `group`."""
-
-    outputs: Tensor | list[str]
-    prompts: list[str]
-    metadata: list[dict[str, Any]]
-    group: int
-
-
-def unpack(body: bytes | bytearray, limits: Limits) -> Request:
+def unpack(body: bytes | bytearray, limits: Limits) -> Batch:
     """Parse a request. Raises ValueError, and TooLarge beyond the limits."""
     record = _object(body)
     samples, group = record.get("samples"), record.get("group", 1)
@@ -208,7 +190,7 @@ def unpack(body: bytes | bytearray, limits: Limits) -> Request:
     prompts, metadata = [sample.get("prompt") for sample in samples], [sample.get("metadata") for sample in samples]
     if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(entry, dict) for entry in metadata):
         raise ValueError("expected a text under `prompt` and an object under `metadata` in every sample")
-    return Request(_outputs(samples, limits), prompts, metadata, group)
+    return Batch(_outputs(samples, limits), prompts, metadata, group)
 
 
 class _Budget:

@@ -124,16 +124,16 @@ def test_images_and_videos_arrive(shape, exact):
     outputs = torch.rand(5, *shape, generator=torch.Generator().manual_seed(1))
     samples = [wire.pack(*sample, exact) for sample in zip(outputs, PROMPTS, FACTS)]
     got = wire.unpack(wire.request(samples, 5), Limits())
-    assert got.outputs.dtype == torch.float32 and torch.equal(got.outputs, outputs if exact else rounded(outputs))
+    assert got.samples.dtype == torch.float32 and torch.equal(got.samples, outputs if exact else rounded(outputs))
     assert (got.prompts, got.metadata, got.group) == (PROMPTS, FACTS, 5)
 
 
 def test_requests_by_hand_texts_and_sizes():
     got = wire.unpack(wire.request([wire.pack("ünd\n\0", "p", {})]), Limits())
-    assert got.outputs == ["ünd\n\0"]
+    assert got.samples == ["ünd\n\0"]
     got = wire.unpack(of({"png": png(2, 1, colour=(255, 0, 51))}), Limits())
-    assert got.group == 1 and got.outputs.shape == (1, 3, 1, 2)
-    torch.testing.assert_close(got.outputs[0, :, 0, 0], torch.tensor([1, 0, 0.2]), rtol=0, atol=1e-7)
+    assert got.group == 1 and got.samples.shape == (1, 3, 1, 2)
+    torch.testing.assert_close(got.samples[0, :, 0, 0], torch.tensor([1, 0, 0.2]), rtol=0, atol=1e-7)
     samples = [wire.pack(picture, "p", {}) for picture in pictures()]
     size = len(wire.request(samples, 5))
     assert size <= wire._size([len(sample) for sample in samples], range(5)) <= size + 64
@@ -196,7 +196,7 @@ def test_what_is_no_request_is_refused(sent, line):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_floats_of_every_common_width_arrive(dtype):
     sent = torch.tensor([0.0, 0.25, 1.0], dtype=dtype).view(3, 1, 1)
-    got = wire.unpack(of({"safetensors": tensors(output=sent)}), Limits()).outputs
+    got = wire.unpack(of({"safetensors": tensors(output=sent)}), Limits()).samples
     assert got.dtype == torch.float32 and torch.equal(got[0], sent.float())
 
 

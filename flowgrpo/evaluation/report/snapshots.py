@@ -33,6 +33,7 @@ from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
 from flowgrpo.evaluation.pages.sources import Source, read_sources, within
 from flowgrpo.packages import version
+from flowgrpo.rewards.preprocessing import base64_of
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
@@ -152,9 +153,8 @@ def data_url(output: torch.Tensor, fps: float | None = None) -> str:
     frames = _frames(output)
     moved = dict(save_all=True, append_images=frames[1:], loop=0,
                  duration=durations(seconds_of(len(output), fps), len(frames))) if len(frames) > 1 else {}
-    file = io.BytesIO()
-    frames[0].save(file, "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
-    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    return "data:image/webp;base64," + base64_of(
+        frames[0], "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
 
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:

@@ -4,8 +4,6 @@ detector of the published evaluation, or by a server.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import pickle
@@ -24,7 +22,7 @@ from torch.nn.functional import interpolate
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.local_model import LocalModel, loading
-from flowgrpo.rewards.preprocessing import eight_bit
+from flowgrpo.rewards.preprocessing import base64_of, eight_bit
 from flowgrpo.rewards.remote.exchange import announce, is_address
 from flowgrpo.user_code import load
 
@@ -176,10 +174,7 @@ class Remote:
         announce("a detector", ["images"], [self.url])
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        shown = []
-        for image in eight_bit(images):
-            Image.fromarray(image).save(file := io.BytesIO(), "PNG")
-            shown.append(base64.b64encode(file.getvalue()).decode())
+        shown = [base64_of(Image.fromarray(image)) for image in eight_bit(images)]
         body = json.dumps({"format": 1, "images": shown}).encode()
         try:
             status, _, answer = self._client.exchange("POST", self.url, body, self.timeout, self.timeout)
