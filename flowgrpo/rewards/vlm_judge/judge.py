@@ -4,14 +4,12 @@ source that an edit started from.
 
 from __future__ import annotations
 
-import base64
 import functools
-import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
 
@@ -21,6 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About, Pairing, built_in
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.released_text import texts
 from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
 from flowgrpo.rewards.vlm_judge.parse import parser, verdict_parser
@@ -44,16 +43,15 @@ def frame_index(count: int, number: int) -> list[int]:
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     """Image [3, H, W] in [0, 1] as an 8-bit data URL, `longest` pixels at most. Raises Failed for one with NaN."""
-    from flowgrpo.rewards.preprocessing import eight_bit
+    from flowgrpo.rewards.preprocessing import base64_of, eight_bit
 
     if not picture.isfinite().all():
         raise Failed("a judge: an image holds NaN or an infinity")
-    image, file = Image.fromarray(eight_bit(picture)), io.BytesIO()
+    image = Image.fromarray(eight_bit(picture))
     if max(image.size) > longest:
         width, height = (max(1, round(side * longest / max(image.size))) for side in image.size)
         image = image.resize((width, height), Image.Resampling.LANCZOS)
-    image.save(file, encoding.upper(), **ENCODINGS[encoding])
-    return f"data:image/{encoding};base64,{base64.b64encode(file.getvalue()).decode()}"
+    return f"data:image/{encoding};base64,{base64_of(image, encoding.upper(), **ENCODINGS[encoding])}"
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -98,8 +96,9 @@ class Asking(Endpoint):
     encoding: str = "png"
     frames: int = 8
     show: Sequence[str] = ("output",)
+    released = ""  # name of the texts (`released_text`) that a class asks in place of a template
     _question: str = field(init=False, repr=False)
-    _questions: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # by modality, in its place
+    _questions: dict[str, str] = field(init=False, repr=False)  # by modality, in its place
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -118,7 +117,8 @@ class Asking(Endpoint):
                 question = Path(question).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"a judge's template {question} cannot be read ({type(error).__name__})") from None
-        vars(self)["_question"] = question
+        vars(self).update(_question=question, _questions=texts(self.released, "template")
+                          if self.released and not self.template else {})
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
@@ -185,17 +185,19 @@ class Judge(Asking):
                      "good it is: 0 useless, 10 perfect. Request: {prompt}\nEnd with a line `Score: N`.")
     parse: str = "score in [0, 10]"
     scale: Sequence[float] | None = None
-    _parser: Callable[[str], float | None] = field(init=False, repr=False)
+    _parsers: dict[str, Callable[[str], float | None]] = field(init=False, repr=False)
+    marks: ClassVar[dict[str, str]] = {}  # by modality, in place of an empty `parse`
     about = About(modality="image/video/text", range=(None, None), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vars(self)["_parser"] = parser(self.parse, self.scale)
+        vars(self)["_parsers"] = {kind: parser(self.parse or self.marks.get(kind, ""), self.scale)
+                                  for kind in self.marks or NOUNS}
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
-        return self._pointwise(outputs, prompts, metadata,
-                               lambda answer: None if answer.cut else self._parser(answer.text))
+        read = self._parsers[modality_of(outputs)]
+        return self._pointwise(outputs, prompts, metadata, lambda answer: None if answer.cut else read(answer.text))
 
 
 @built_in("judge_pairs", "hands face anatomy style vlm gpt llm comparison preference")

@@ -4,27 +4,23 @@ DeQA-Score (2501.11561), the quality of an image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.released_text import texts
-from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, JudgePairs
-from flowgrpo.rewards.vlm_judge.parse import declines, expected_level, level, parser
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, Judge, JudgePairs
+from flowgrpo.rewards.vlm_judge.parse import declines, expected_level, level
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARKS = {"image": "score in [1, 5]", "video": "score in [1, 10]"}
-
 
 @built_in("unified_reward", "human preference quality aesthetic judge")
 @dataclass(frozen=True, eq=False, kw_only=True)
-class UnifiedReward(Asking):
+class UnifiedReward(Judge):
     """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
 
     A video is sent as its frames; the release sends the video. Flow-GRPO's reward is another one: it asks its own
@@ -36,20 +32,9 @@ class UnifiedReward(Asking):
 
     template: str = ""
     parse: str = ""
-    scale: Sequence[float] | None = None
     max_tokens: int | None = 4096
-    _parsers: dict[str, Callable[[str], float | None]] = field(init=False, repr=False)
+    released, marks = "unified_reward", {"image": "score in [1, 5]", "video": "score in [1, 10]"}
     about = About(modality="image/video", range=(1, 10), needs="server", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        vars(self).update(_parsers={kind: parser(self.parse or marks, self.scale) for kind, marks in MARKS.items()},
-                          _questions={} if self.template else texts("unified_reward", "template"))
-
-    def __call__(self, outputs: Tensor, prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
-        read = self._parsers[modality_of(outputs)]
-        return self._pointwise(outputs, prompts, metadata, lambda answer: None if answer.cut else read(answer.text))
 
 
 @built_in("unified_reward_pairs", "human preference quality aesthetic judge")
@@ -63,11 +48,8 @@ class UnifiedRewardPairs(JudgePairs):
 
     template: str = ""
     max_tokens: int | None = 4096
+    released = "unified_reward_pairs"
     about = About(modality="image/video", range=(0, 1), needs="server", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        vars(self)["_questions"] = {} if self.template else texts("unified_reward_pairs", "template")
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
         return [] if modality == "image" and self._questions else super()._label(modality, number)
