@@ -8,22 +8,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flowgrpo.contrib.questions.question_answers import find_choice
+from flowgrpo.contrib.questions.question_answers import Choosing
 from flowgrpo.contrib.questions.questions import of_list
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, fill_template, text_part
+from flowgrpo.rewards.vlm_judge.judge import LICENCE
 from flowgrpo.text.rewards.judge import Tagged
 
 
 @built_in("caption_answers")
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CaptionAnswers(Tagged):
+class CaptionAnswers(Tagged, Choosing):
     """Share of questions that a language model answers rightly from only a caption.
 
     key: metadata key of the questions, {"question", "answer", "choices"}; None for a prompt without it.
@@ -49,23 +48,11 @@ class CaptionAnswers(Tagged):
     def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
         listed = [of_list(entry[self.key]) if self.key in entry else [] for entry in metadata]
-        asked = [(row, entry, order) for row, entries in enumerate(listed) for entry in entries
-                 for order in range(self.orders)]
-
-        def question(place: int) -> list[dict[str, Any]]:
-            row, entry, order = asked[place]
-            by = order % len(entry.choices)
-            choices = ", ".join(entry.choices[by:] + entry.choices[:by])
-            text = fill_template(self._question, question=entry.question, choices=choices)
-            return [*self._parts(completions[row]), text_part(text)]
-
-        def read(answer: Answer, place: int) -> float | None:
-            entry = asked[place][1]
-            chosen = None if answer.cut else find_choice(answer.text, entry.choices)
-            return None if chosen is None else float(chosen == entry.answer)
-
+        asked = [(row, replace(entry, choices=entry.choices[by:] + entry.choices[:by]))
+                 for row, entries in enumerate(listed) for entry in entries
+                 for by in (order % len(entry.choices) for order in range(self.orders))]
         values: list[list[float | Failed]] = [[] for _ in prompts]
-        for (row, _, _), value in zip(asked, self._values(question, read, len(asked)), strict=True):
+        for (row, _), value in zip(asked, self.right(completions, asked), strict=True):
             values[row].append(value)
         known = [[value for value in answered if not isinstance(value, Failed)] for answered in values]
         return [sum(some) / len(some) if some else next(iter(answered), None) for some, answered in zip(known, values)]

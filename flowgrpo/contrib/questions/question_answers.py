@@ -203,8 +203,25 @@ class ByVqa:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ByJudge(Asking):
+class Choosing(Asking):
     """Answers by a model behind an OpenAI-compatible endpoint: 1 for the right one, 0 for another, Failed for none."""
+
+    def right(self, samples: Tensor | Sequence[str], questions: AboutImages) -> list[float | Failed]:
+        def question(i: int) -> list[dict[str, Any]]:
+            row, entry = questions[i]
+            text = fill_template(self._question, question=entry.question, choices=", ".join(entry.choices))
+            return [*self._parts(samples[row]), text_part(text)]
+
+        def read(answer: Answer, i: int) -> float | None:
+            chosen = None if answer.cut else find_choice(answer.text, questions[i][1].choices)
+            return None if chosen is None else float(chosen == questions[i][1].answer)
+
+        return self._values(question, read, len(questions))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ByJudge(Choosing):
+    """Answers about images."""
 
     template: str = "{question}\nChoose one of: {choices}. End with a line `Answer: CHOICE`."
 
@@ -212,18 +229,6 @@ class ByJudge(Asking):
         super().__post_init__()
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
-
-    def right(self, images: Tensor, questions: AboutImages) -> list[float | Failed]:
-        def question(i: int) -> list[dict[str, Any]]:
-            row, entry = questions[i]
-            text = fill_template(self._question, question=entry.question, choices=", ".join(entry.choices))
-            return [*self._parts(images[row]), text_part(text)]
-
-        def read(answer: Answer, i: int) -> float | None:
-            chosen = None if answer.cut else find_choice(answer.text, questions[i][1].choices)
-            return None if chosen is None else float(chosen == questions[i][1].answer)
-
-        return self._values(question, read, len(questions))
 
 
 def find_choice(text: str, choices: Sequence[str]) -> str | None:
