@@ -100,7 +100,7 @@ class BaseLedger:
     def write(self, place: Place, scores: dict[str, float]) -> None:
         """Add a line."""
         known = {name: None if math.isnan(value) else value for name, value in scores.items()}
-        append(self.own, {"place": place, "scores": known})
+        atomic.append_line(self.own, json.dumps({"place": place, "scores": known}))
 
 
 class Ledger(BaseLedger):
@@ -153,11 +153,6 @@ def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def append(path: Path, entry: dict[str, Any]) -> None:
-    """Append a line; first end a line that a kill cut off."""
-    atomic.append_line(path, json.dumps(entry))
-
-
 class TextLedger(BaseLedger):
     """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
@@ -180,7 +175,8 @@ class TextLedger(BaseLedger):
     def save(self, place: Place, sample: Completion, facts: str | None = None, fps: float | None = None) -> None:
         """Add a line. facts, fps: not stored."""
         opened = {"opened": sample.opened} if sample.opened else {}
-        append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens} | opened)
+        line = {"place": place, "text": str(sample), "tokens": sample.tokens} | opened
+        atomic.append_line(self.written, json.dumps(line))
         self._texts[place] = sample
 
     def load(self, place: Place) -> Completion:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -114,7 +113,7 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder).values()), None)
 
 
-def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> str | None:
+def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = {}) -> str | None:
     """The damage of a checkpoint in words; None if it is whole.
     All its files are read once: compared with the manifest, where there is one, and for their form. required: types of
     values by key, None among them for one that earlier versions lack; numbers are 0 or more."""

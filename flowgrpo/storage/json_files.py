@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -63,6 +64,11 @@ def _number(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no number of JSON")
     return value
+
+
+def json_digest(value: object) -> str:
+    """SHA-256 of a value's JSON, whatever the order of its keys, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ epoch; and the inputs by hash, to report on resuming what changed besides the co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards.find import GROUP
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic, checkpoint
-from flowgrpo.storage.json_files import decode, read_lines, read_object
+from flowgrpo.storage.json_files import decode, json_digest, read_lines, read_object
 from flowgrpo.storage.manifest import sha256
 from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, lock_run
 from flowgrpo.training import state
@@ -206,13 +205,9 @@ def hash_inputs(config: Config, split: Split) -> dict[str, Any]:
     dists = {point.dist.name for name, point in points.items() if name in used and point.dist}
     return {"code": {str(path): sha256(path) for path in files},
             "packages": {name: version(name) for name in (*PACKAGES, *sorted(dists))},
-            "prompts": {side: {"texts": _hash([[prompt.text, prompt.negative] for prompt in prompts]),
-                               "metadata": _hash([[prompt.metadata, prompt.weight] for prompt in prompts])}
+            "prompts": {side: {"texts": json_digest([[prompt.text, prompt.negative] for prompt in prompts]),
+                               "metadata": json_digest([[prompt.metadata, prompt.weight] for prompt in prompts])}
                         for side, prompts in zip(("training", "held-out"), split)}}
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def changes(folder: Path, now: dict[str, Any]) -> list[str]:

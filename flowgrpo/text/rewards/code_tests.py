@@ -101,8 +101,8 @@ class CodeRun:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
         jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
 
-        def score(part: range) -> float:
-            row, checks = jobs[part.start]
+        def score(job: tuple[int, Checks]) -> float:
+            row, checks = job
             code = code_of(completions[row])
             verdict = run(code, checks, Limits(self.seconds, self.memory, self.files), self.boundary)
             share = sum(verdict.passed) / len(verdict.passed)
@@ -111,8 +111,7 @@ class CodeRun:
             share = float(share == 1) if self.strict else share
             return share if self.pace is None else pace_score(share, verdict.seconds, self.pace)
 
-        values = side_by_side(score, [range(place, place + 1) for place in range(len(jobs))], self.workers)
-        scores = {row: value for (row, _), value in zip(jobs, values)}
+        scores = {row: value for (row, _), value in zip(jobs, side_by_side(score, jobs, self.workers))}
         return [scores.get(row) for row in range(len(prompts))]
 
     def _score_failure(self, code: str, tests: Checks) -> float:

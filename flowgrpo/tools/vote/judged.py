@@ -21,11 +21,13 @@ import torch
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.plan import append, entries
+from flowgrpo.evaluation.plan import entries
 from flowgrpo.log import bar
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
+from flowgrpo.storage import atomic
+from flowgrpo.storage.json_files import json_digest
 from flowgrpo.tools.vote.sources import ENDINGS, list_images, own_image
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least
@@ -44,7 +46,7 @@ class Group:
         """Identity of prompt and samples, by content."""
         contents = [sample if isinstance(sample, str) else hashlib.sha256(sample.read_bytes()).hexdigest()
                     for sample in self.samples]
-        return _digest([as_line(self.prompt), contents])
+        return json_digest([as_line(self.prompt), contents])[:32]
 
 
 def groups(folders: Sequence[Path], key: str | None = None) -> list[Group]:
@@ -102,7 +104,7 @@ def score(groups: Sequence[Group], rewards: dict[str, Composed], file: Path, tal
     Those that `file` lacks are computed, several groups of one size in a call, and kept there, but for a group's with a
     failure. tally: counts failures.
     """
-    rules = {name: _digest([reward.rule.use or name, reward.rule.args, reward.rule.when])
+    rules = {name: json_digest([reward.rule.use or name, reward.rule.args, reward.rule.when])[:32]
              for name, reward in rewards.items()}
     known: dict[tuple[str, str], list[float]] = {
         (line["group"], line["rule"]): [math.nan if value is None else value for value in line["scores"]]
@@ -133,12 +135,8 @@ def score(groups: Sequence[Group], rewards: dict[str, Composed], file: Path, tal
                     numbers = [math.nan if isinstance(value, Failed) else float(value) for value in values]
                     known[digests[place], rules[name]] = numbers
                     if not any(isinstance(value, Failed) for value in values):
-                        append(file, {"group": digests[place], "rule": rules[name], "scores": [
-                            None if math.isnan(value) else value for value in numbers]})
+                        atomic.append_line(file, json.dumps({"group": digests[place], "rule": rules[name], "scores": [
+                            None if math.isnan(value) else value for value in numbers]}))
             shown.update(len(outputs))
     return [torch.tensor([known[digest, rule] for rule in rules.values()], dtype=torch.float64).T
             for digest in digests]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
