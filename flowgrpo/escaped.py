@@ -1,9 +1,10 @@
-"""Texts of others (prompts, names of rewards, metrics and runs) in terminals and in Markdown."""
+"""Texts of others (prompts, names of rewards, metrics and runs) in terminals, in Markdown and in pages."""
 
 from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 
 # Control characters besides tab and newline, and those that change the direction of a text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -50,3 +51,8 @@ def _ticks(text: str, least: int) -> str:
 def one_line(text: object) -> str:
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
     return line if len(line) <= 400 else line[:397] + "..."
+
+
+def fill(template: Path, **values: str) -> str:
+    """A page's template with a value, which is HTML, in the place of each [[NAME]]."""
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: values[match[1]], template.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from flowgrpo.data import sets
 from flowgrpo.data import sources as given_files
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import cell, markdown
+from flowgrpo.escaped import cell, fill, markdown
 from flowgrpo.evaluation import image_files, run_rewards, samplers
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips, grid
@@ -40,45 +40,7 @@ from flowgrpo.rewards.preprocessing import base64_of
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.places import is_checkpoint, list_checkpoints, run_of
 
-HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; media-src data:; \
-style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-:root {{ font: 14px/1.4 system-ui, sans-serif;
-  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1;
-  --rose: #15703a; --fell: #a8320f; }}
-@media (prefers-color-scheme: dark) {{ :root {{
-  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --rose: #63cf8d;
-  --fell: #ffa37a; }} }}
-body {{ margin: 0; background: var(--paper); color: var(--ink); }}
-main {{ width: fit-content; min-width: min(100%, 40em); margin: 0 auto; padding: 20px 16px 64px;
-  box-sizing: border-box; }}
-h1 {{ font-size: 1.4rem; margin: 0 0 8px; overflow-wrap: anywhere; position: sticky; left: 16px; }}
-table {{ border-collapse: collapse; }}
-thead th {{ position: sticky; top: 0; z-index: 1; padding: 6px 14px 6px 0; text-align: left;
-  background: var(--paper); }}
-.prompt th {{ text-align: left; font-weight: 600; padding: 14px 0 6px; overflow-wrap: anywhere; }}
-.prompt span {{ display: block; position: sticky; left: 16px; max-width: min(60em, calc(100vw - 32px));
-  white-space: pre-wrap; }}
-td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: min(11em, 40vw); }}
-img, video {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
-p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8em; max-width: 40em; margin: 0; padding: 6px 8px;
-  background: var(--card); border: 1px solid var(--line); border-radius: 4px; }}
-figure {{ margin: 0 0 6px; }} figcaption {{ color: var(--faint); font-size: 13px; }}
-dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; gap: 0 8px; }}
-dt {{ color: var(--faint); overflow-wrap: break-word; min-width: 0; }}
-dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-dd small {{ display: block; color: var(--faint); }}
-@media (max-width: 480px) {{ img, video {{ max-width: 40vw; height: auto; }} td, thead th {{ padding-right: 10px; }} }}
-.rose {{ color: var(--rose); }}
-.fell {{ color: var(--fell); }}
-</style></head><body><main>
-<h1>{title}</h1>
-<table><thead><tr>{columns}</tr></thead><tbody>
-"""
+TEMPLATE = Path(__file__).with_suffix(".html")
 MARKS = {1: ' class="rose">\u25b2 ', 0: ">", -1: ' class="fell">\u25bc '}
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -98,9 +60,7 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in (["source"] * sourced + [*columns]))
     small = all(isinstance(image, str) or max(image.shape[-2:]) < grid.SMALLEST
                 for row in rows for image in row.images)
-    digits = grid.digits_of(rows)
-    text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
-    lines = []
+    digits, lines = grid.digits_of(rows), []
     for row in rows:
         beside = "".join(f"<figure>{_image(picture, fps)}<figcaption>{html.escape(name)}</figcaption></figure>"
                          for name, picture in row.sources)
@@ -118,7 +78,8 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
                             for name, of in means.items())
             cells.append(f"<td><dl>{shown}</dl></td>")
         lines.append(_prompt(summary.label, len(cells)) + f"<tr>{''.join(cells)}</tr>\n")
-    atomic.write_text(path, text + "".join(lines) + "</tbody></table>\n</main></body></html>\n")
+    atomic.write_text(path, fill(TEMPLATE, TITLE=html.escape(title), COLUMNS=heads, ROWS="".join(lines),
+                                 RENDERING="pixelated" if small else "auto"))
     return path
 
 

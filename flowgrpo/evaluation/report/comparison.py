@@ -10,7 +10,7 @@ from typing import Any
 
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import plain
+from flowgrpo.escaped import fill, plain
 from flowgrpo.evaluation.runs import HELD_OUT, means_of_base, read
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
@@ -21,24 +21,7 @@ APART = ("name", "output")  # settings in which all runs differ
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00", "#808080")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 64, 28  # of a chart and its margins, in pixels
 KINDS = {"reward/{}/mean": "training samples", f"{HELD_OUT}{{}}": "held-out prompts"}
-HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark"><title>{title}</title>
-<style>
-:root {{ font: 14px/1.4 system-ui, sans-serif; color-scheme: light dark; }}
-body {{ margin: 0 auto; padding: 20px 16px 64px; max-width: 80em; }}
-h1 {{ font-size: 1.4rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.05rem; margin: 28px 0 4px; }}
-svg {{ display: block; width: 100%; max-width: {width}px; height: auto; }}
-text {{ font-size: 12px; fill: currentColor; }} .axis {{ stroke: currentColor; opacity: 0.4; }}
-ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; }}
-li span {{ display: inline-block; width: 20px; margin-right: 6px; vertical-align: middle; border-top: 3px solid; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; vertical-align: top; padding: 4px 16px 4px 0; border-bottom: 1px solid #8886; }}
-td {{ overflow-wrap: anywhere; min-width: 8em; }}
-</style></head><body>
-<h1>{title}</h1>
-"""
+TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 @dataclass(frozen=True)
@@ -82,8 +65,7 @@ def page(runs: Sequence[Compared]) -> str:
                      for at, run in enumerate(runs))
     charts = [f"<h2>{_text(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
               for (name, kind), lines in curves(runs).items()]
-    return "".join([HEAD.format(title=title, width=WIDTH), f"<ul>{legend}</ul>\n", *charts, table(runs),
-                    "</body></html>\n"])
+    return fill(TEMPLATE, TITLE=title, WIDTH=str(WIDTH), LEGEND=legend, CHARTS="".join([*charts, table(runs)]))
 
 
 def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flowgrpo import loopback
 from flowgrpo.config import features
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
+from flowgrpo.escaped import fill
 from flowgrpo.evaluation import kept, looks
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.snapshots import CHOOSING
@@ -58,9 +59,8 @@ def page(content: dict[str, Any], live: bool = False) -> str:
     """HTML of a report's data, whose policy knows its one script by its hash. live: it asks its server for newer."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = hashlib.sha256(template.partition("<script>")[2].partition("</script>")[0].encode()).digest()
-    filled = {"TITLE": html.escape(content["title"]), "DATA": embed(content), "LIVE": " data-live" if live else "",
-              "CONNECT": "; connect-src 'self'" if live else "", "SCRIPT": base64.b64encode(script).decode()}
-    return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], template)
+    return fill(TEMPLATE, TITLE=html.escape(content["title"]), DATA=embed(content), LIVE=" data-live" if live else "",
+                CONNECT="; connect-src 'self'" if live else "", SCRIPT=base64.b64encode(script).decode())
 
 
 def embed(content: dict[str, Any]) -> str:

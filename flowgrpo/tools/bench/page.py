@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flowgrpo.escaped import fill
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, figure_style, save
 from flowgrpo.evaluation.statistics import format_interval
 from flowgrpo.tools.bench import table
@@ -23,43 +24,7 @@ COLUMNS = 5  # panels of a figure beside each other
 LONGEST = 18  # letters of a bar's label
 SECOND, FIRST = "var(--accent)", "var(--faint)"  # colours of a method and of the reference
 BELOW = ' style="margin-top: 14px"'  # a table
-STYLE = """:root {
-  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1; --accent: #1d5fd1; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --accent: #7fb0ff; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 20px 16px 64px; }
-h1 { font-size: 1.6rem; margin: 0 0 8px; } h2 { font-size: 1.2rem; margin: 36px 0 8px; }
-h3 { font-size: 1rem; margin: 0 0 2px; overflow-wrap: anywhere; }
-p { margin: 0 0 8px; max-width: 68em; overflow-wrap: anywhere; } .faint { color: var(--faint); font-size: .875rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 14px; }
-figure { margin: 0; min-width: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 12px; }
-figcaption { color: var(--faint); font-size: .8125rem; font-variant-numeric: tabular-nums; }
-svg { display: block; width: 100%; max-width: 480px; height: auto; margin-top: 6px; }
-text { font-size: 11px; fill: var(--faint); font-variant-numeric: tabular-nums; } text.ink { fill: var(--ink); }
-.grid { stroke: var(--line); } .goal { stroke: var(--ink); stroke-dasharray: 4 4; opacity: .55; fill: none; }
-.bar { fill: var(--accent); opacity: .75; } .whisker { stroke: var(--ink); stroke-width: 2; }
-.dot { fill: var(--card); stroke: var(--ink); stroke-width: 2; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; position: sticky; left: 0;
-  background: var(--paper); white-space: normal; overflow-wrap: break-word; min-width: 12em; max-width: 17em; }
-@media (max-width: 600px) { th:first-child { min-width: 9.5em; max-width: 9.5em; } th, td { padding: 5px 8px; } }
-thead th { vertical-align: bottom; white-space: normal; min-width: 4em; color: var(--faint); font-weight: 600; }
-.key { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 6px;
-  vertical-align: middle; }
-"""
-HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,"><title>{title}</title>
-<style>
-{style}</style></head><body><main>
-<h1>{title}</h1>
-"""
+TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 class Frame(NamedTuple):
@@ -140,13 +105,11 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    title = html.escape(f"Methods on {results['model']}")
     first, *rest = (f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
-    return "".join([
-        HEAD.format(title=title, style=STYLE), first,
-        _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
+    return fill(TEMPLATE, TITLE=html.escape(f"Methods on {results['model']}"), SECTIONS="".join([
+        first, _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
         _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)), _tasks(results),
-        _section("Notes", "".join(rest)) if rest else "", "</main></body></html>\n"])
+        _section("Notes", "".join(rest)) if rest else ""]))
 
 
 def _code(text: str) -> str:

@@ -21,6 +21,7 @@ from flowgrpo import loopback
 from flowgrpo.contrib.taste.votes import SKIP, TIE
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import fill
 from flowgrpo.evaluation.pages.sources import SHOWN
 from flowgrpo.loopback import Refused
 from flowgrpo.tools.vote.ballot import Ballot
@@ -58,8 +59,7 @@ class Handler(loopback.Handler):
         path = self._path_after_token()
         if path == "":
             nonce = secrets.token_urlsafe(12)
-            text = PAGE.read_text(encoding="utf-8").replace("[[NONCE]]", nonce)
-            self.send(text.replace("[[COMMAND]]", self.subject.command).encode(), "text/html; charset=utf-8",
+            self.send(fill(PAGE, NONCE=nonce, COMMAND=self.subject.command).encode(), "text/html; charset=utf-8",
                       Content_Security_Policy=POLICY.format(nonce))
         elif path == "state":
             self._state()

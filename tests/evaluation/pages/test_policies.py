@@ -55,7 +55,7 @@ MADE = {
     "grid": lambda folder: written(write_page(folder / "p.html", "<t>", ["a"], [
         Row("x", [torch.rand(3, 8, 8)], [{"r": 0.5}])]).read_text()),
     "runs": lambda folder: written(comparison.write([make_run(folder / "a"), make_run(folder / "b")]).read_text()),
-    "bench": lambda folder: written(bench.HEAD.format(title="t", style=bench.STYLE)),
+    "bench": lambda folder: written(bench.TEMPLATE.read_text()),
     "vote": lambda folder: served(Ballot(*pairs(folders(folder)), folder / "out" / "pairs.jsonl", 0)),
     "taste": lambda folder: served(LiveBallot(VoteLog(folder / "votes.jsonl"), seconds=600))}
 
