@@ -9,7 +9,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,47 +28,23 @@ CLOCK = time.perf_counter if os.name == "nt" else time.thread_time  # Windows co
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """Support of a device for bf16.
-
-    kind: "cuda", "mps" or "cpu".
-    name, capability: of a CUDA device.
-    multiplies: MPS's product succeeds.
-    speed: of a CPU's bf16 products, relative to its fp32 ones.
-    """
-
-    kind: str
-    name: str = ""
-    capability: tuple[int, int] = (0, 0)
-    multiplies: bool = False
-    speed: float = 0.0
-
-
-def choose(support: Arithmetic) -> tuple[str, str]:
+def choose(device: str | torch.device) -> tuple[str, str]:
     """Precision for a device and the reason: "bf16" if it computes in that natively, otherwise "fp32"."""
-    if support.kind == "cuda":
-        native = support.capability >= NATIVE
-        reason = f"{support.name} has compute capability {'.'.join(map(str, support.capability))}"
-        reason += "" if native else f", and bf16 begins at {'.'.join(map(str, NATIVE))}"
-    elif support.kind == "mps":
-        native = support.multiplies
-        reason = f"MPS {'multiplies' if native else 'does not multiply'} bf16 here"
-    else:
-        native = support.speed >= FASTER
-        reason = f"this CPU multiplies bf16 {support.speed:.2g} times as fast as fp32"
-        reason += "" if native else f", and {FASTER:g} times are expected of it"
-    return "bf16" if native else "fp32", reason
-
-
-def arithmetic(device: str | torch.device) -> Arithmetic:
-    """Query a device's support for bf16."""
     device = torch.device(device)
     if device.type == "cuda":
-        return Arithmetic("cuda", torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    if device.type == "mps":
-        return Arithmetic("mps", multiplies=_mps_multiplies(torch.bfloat16))
-    return Arithmetic("cpu", speed=bf16_speed())
+        capability = torch.cuda.get_device_capability(device)
+        native = capability >= NATIVE
+        reason = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
+        reason += "" if native else f", and bf16 begins at {'.'.join(map(str, NATIVE))}"
+    elif device.type == "mps":
+        native = _mps_multiplies(torch.bfloat16)
+        reason = f"MPS {'multiplies' if native else 'does not multiply'} bf16 here"
+    else:
+        speed = bf16_speed()
+        native = speed >= FASTER
+        reason = f"this CPU multiplies bf16 {speed:.2g} times as fast as fp32"
+        reason += "" if native else f", and {FASTER:g} times are expected of it"
+    return "bf16" if native else "fp32", reason
 
 
 @functools.cache
@@ -163,7 +138,7 @@ def describe(device: str | torch.device) -> str:
 
 def concrete(precision: str, device: str | torch.device) -> str:
     """Precision, with `auto` replaced by the one that suits the device."""
-    return choose(arithmetic(device))[0] if precision == AUTO else precision
+    return choose(device)[0] if precision == AUTO else precision
 
 
 def drawing(recorded: str, device: str | torch.device, requested: str | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import image_files, run_rewards
-from flowgrpo.evaluation.plan import Hand, Place
+from flowgrpo.evaluation import run_rewards
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.score import columns
 
@@ -73,30 +72,3 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
         raise UserError(f"--by: got {', '.join(rules)}, expected one reward")
     [(name, reward)] = rewards.compose(rules, config.cache if config else None).items()
     return BestOf(count, name, reward)
-
-
-@dataclass
-class BestHand:
-    """Generator whose samples are the best of several of another one's. fps: frames per second of clips."""
-
-    hand: Hand
-    best: BestOf
-    fps: float | None
-    chosen: dict[Place, tuple[Place, float]] = field(default_factory=dict)
-
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        tries = [[place._replace(sample=place.sample * self.best.count + number) for place in places]
-                 for number in range(self.best.count)]
-        drawn = list(zip(*(self.hand.draw(arm, prompts, some) for some in tries)))
-        picked = self.best.pick([sample for samples in drawn for sample in samples], prompts, self.fps)
-        self.chosen |= {place: (tries[number][at], score)
-                        for at, (place, (number, score)) in enumerate(zip(places, picked))}
-        return [samples[number] for samples, (number, _) in zip(drawn, picked)]
-
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
-        drawn, score = self.chosen.pop(place)
-        facts = self.hand.facts(arm, prompt, drawn, sample)
-        if facts is None:
-            return None
-        chosen = {"Best of": self.best.count, "Best by": self.best.name, "Best score": f"{score:g}"}
-        return ", ".join([facts, *(f"{name}: {image_files.quote(value)}" for name, value in chosen.items())])

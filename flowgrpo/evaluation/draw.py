@@ -17,8 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import image_files
-from flowgrpo.evaluation.best_of import BestHand
-from flowgrpo.evaluation.plan import Hand, Ledger, Medium, Place, Plan, TextLedger
+from flowgrpo.evaluation.plan import Ledger, Medium, Place, Plan, TextLedger
 from flowgrpo.evaluation.samplers import Pipelines, Texts
 from flowgrpo.policies import loading
 from flowgrpo.rewards import guards
@@ -31,7 +30,8 @@ DRAWINGS = Medium("image", Ledger, 8, "image")
 
 
 class Drawer:
-    """Draw with a pipeline, or write or draw with a language model: a sample depends on the seed of its place alone.
+    """Draw with a pipeline, or write or draw with a language model: a sample depends on the seed of its place alone. Of
+    several draws, where the plan asks for them, it is the best.
 
     The base draws before the tuned model, so that a pipeline is loaded once.
     """
@@ -43,22 +43,35 @@ class Drawer:
             plan.model, config, drawing(config.precision, device, plan.precision), device) \
             if plan.medium is IMAGES else Texts(plan.model, plan.config, plan.precision, device)
         self.settings: dict[str, dict[str, Any]] = {}
+        self.chosen: dict[Place, tuple[Place, float]] = {}  # of the best of several, the draw and its score
 
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        """Images [3, H, W] or clips [F, 3, H, W] in [0, 1], or completions."""
+    def draw(self, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
+        """Images [3, H, W] or clips [F, 3, H, W] in [0, 1], or completions, of one arm."""
+        if (best := self.plan.best) is None:
+            return self._draw_once(prompts, places)
+        tries = [[place._replace(sample=place.sample * best.count + number) for place in places]
+                 for number in range(best.count)]
+        drawn = list(zip(*(self._draw_once(prompts, some) for some in tries)))
+        picked = best.pick([sample for samples in drawn for sample in samples], prompts, self.plan.fps)
+        self.chosen |= {place: (tries[number][at], score)
+                        for at, (place, (number, score)) in enumerate(zip(places, picked))}
+        return [samples[number] for samples, (number, _) in zip(drawn, picked)]
+
+    def _draw_once(self, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
         if isinstance(self.sampler, Pipelines) and self.sampler.pipe is None:
             self.require_fit()
         seeds = [self.seed_of(place.prompt, place.sample) for place in places]
-        return self.sampler.draw(self.plan.arm(arm), self._rewrite(prompts), seeds)
+        return self.sampler.draw(self.plan.arm(places[0].arm), self._rewrite(prompts), seeds)
 
     def require_fit(self) -> None:
         """Raise UserError if the tuned weights do not fit the pipeline, by the headers of their files."""
         if self.plan.tuned is not None:
             loading.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
+    def facts(self, prompt: Prompt, place: Place, sample: Any) -> str | None:
         """Generation settings of an image, as AUTOMATIC1111 and ComfyUI read them; a text stores none."""
-        plan, weight, negative = self.plan, self.plan.arms[arm], ""
+        plan, arm, negative = self.plan, place.arm, ""
+        weight, (place, score) = plan.arms[arm], self.chosen.pop(place, (place, 0.0))
         if plan.medium is TEXTS:
             return None
         tuned = plan.tuned if weight else None
@@ -73,17 +86,13 @@ class Drawer:
                 "Model": Path(plan.model).name, "Lora hashes": image_files.lora_hashes(tuned),
                 "Version": f"flowgrpo {__version__}"}
         [written] = self._rewrite([prompt])
-        return image_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
-                                      self.settings[arm], negative)
+        facts = image_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
+                                       self.settings[arm], negative)
+        best = plan.best and {"Best of": plan.best.count, "Best by": plan.best.name, "Best score": f"{score:g}"}
+        return ", ".join([facts, *(f"{name}: {image_files.quote(value)}" for name, value in (best or {}).items())])
 
     def _rewrite(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
-
-
-def drawer(plan: Plan, device: torch.device) -> Hand:
-    """Generator of a plan's samples; of the best of several, where the plan asks for it."""
-    hand = Drawer(plan, device)
-    return hand if plan.best is None else BestHand(hand, plan.best, plan.fps)
 
 
 def text_distance(samples: Sequence[str]) -> float:

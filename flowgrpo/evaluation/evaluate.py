@@ -164,7 +164,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
-    hand, at_once = draw.drawer(plan, processes.device), max(AT_ONCE, batch)
+    hand, at_once = draw.Drawer(plan, processes.device), max(AT_ONCE, batch)
     failed: Counter[str] = Counter()
     for arm in plan.arms:
         processes.wait()  # the tuned samples are compared with the base's of all processes
@@ -179,10 +179,10 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
                 missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
                     places = missing[first:first + batch]
-                    drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
+                    drawn = hand.draw([suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
                         prompt = suite.cases[place.prompt].prompt
-                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), plan.fps)
+                        ledger.save(place, sample, hand.facts(prompt, place, sample), plan.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 shown.update(len(some))

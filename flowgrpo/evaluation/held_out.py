@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
 from flowgrpo.evaluation.kept import Sibling
-from flowgrpo.evaluation.measured import (
-    ANEW_SEED,
-    EVAL_SEED,
-    Generating,
-    Measured,
-    evenly,
-    halves,
-    measure,
-    readable,
-    spread,
-)
+from flowgrpo.evaluation.measured import ANEW_SEED, EVAL_SEED, Measured, evenly, halves, measure, readable, spread
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, image_prompts, means_of, rows
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
@@ -80,13 +70,12 @@ def measure_side(trainer: Trainer, functions: dict[str, Any], title: str,
     guidance, in place of the recipe's. keep: number of prompts whose image is kept; None: `eval.grid`."""
     settings, config = trainer.config.eval, trainer.config
     drawn, keep = drawn_as or settings, settings.grid if keep is None else keep
-    policy = cast(Generating, trainer.policy)
     prompts = sides(trainer)[reported]
     frames = settings.frames or config.call.get("num_frames")
     sound, lost = readable(prompts, frames, trainer.processes, title)
-    with clips_of(policy, settings.frames):
+    with clips_of(trainer.policy, settings.frames):
         measured = trainer.with_oom_retry(lambda: measure(
-            policy, sound, functions, steps=drawn.steps,
+            trainer.policy, sound, functions, steps=drawn.steps,
             guidance=drawn.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=keep, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,

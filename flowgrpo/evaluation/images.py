@@ -28,7 +28,7 @@ from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.before_after import scored_rows
 from flowgrpo.evaluation.pages.grid import draw_grid
-from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Place, Plan, digest
+from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Place, Plan, digest
 from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE
@@ -94,20 +94,19 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                         f"{' or '.join(FILES[kind])} file, or of a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
         Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
-    sampler = choice.BestHand(painter, best, plan.fps) if best else painter
-    return [*draw_files(sampler, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
+    return [*draw_files(painter, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
-def draw_files(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
+def draw_files(hand: draw.Drawer, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
                unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` images per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
     for place in bar(places, total=len(prompts) * count, title="sampling", unit=unit):
         prompt = prompts[place.prompt]
-        [image] = hand.draw(arm, [prompt], [place])
+        [image] = hand.draw([prompt], [place])
         folder.mkdir(parents=True, exist_ok=True)
         path = image_files.free(folder / next(names))
-        image_files.save(path, image, hand.facts(arm, prompt, place, image) or "", fps)
+        image_files.save(path, image, hand.facts(prompt, place, image) or "", fps)
         yield path
 
 
@@ -201,14 +200,14 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
     with paths.undone(ledger.folder):
         ledger.settle(settings)
-        hand = draw.drawer(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        hand = draw.Drawer(plan, loading.place())
         together = batch or plan.medium.together
         missing = [place for place in places if not ledger.has(place)]
         with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:
             for first in range(0, len(missing), together):
                 some = missing[first:first + together]
-                for place, drawn in zip(some, hand.draw(arm, [given[place.prompt] for place in some], some)):
-                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), plan.fps)
+                for place, drawn in zip(some, hand.draw([given[place.prompt] for place in some], some)):
+                    ledger.save(place, drawn, hand.facts(given[place.prompt], place, drawn), plan.fps)
                 shown.update(len(some))
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
     atomic.write_text(path, to_jsonl(_with_sample(given[place.prompt], name, ledger.entry(place)) for place in places))

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,27 +24,12 @@ from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE, quantity
-from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
 GREY = 0.5  # in the place of an image that could not be made
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same images
 ANEW_SEED = EVAL_SEED + 1  # of what is reported of weights that evaluations chose
-
-
-class Generating(Policy, Protocol):
-    """Policy that generates samples from encoded prompts.
-
-    encode: takes prompts, negative prompts and images to the conditioning. generate: takes conditioning, generators,
-    steps and guidance to images or texts.
-    """
-
-    @property
-    def encode(self) -> Callable[..., Any]: ...
-
-    @property
-    def generate(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +150,7 @@ def readable(prompts: list[Prompt], frames: int | None, processes: Processes, ti
     return sources.stand_ins(prompts, lost.tolist(), prompts, frames), lost.tolist()
 
 
-def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float,
+def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float,
             samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
             encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
             processes: Processes = Processes(),
@@ -173,6 +158,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             model: str | None = None, run_seed: int = EVAL_SEED) -> Measured:
     """Generate `samples` images per prompt with the pipeline's own scheduler, or texts, and score them.
 
+    policy: a `Policy` with encode(prompts, negative prompts, images) -> conditioning, and generate(conditioning,
+    generators, steps, guidance) -> images or texts.
     keep: number of prompts, evenly spaced, whose first image is kept.
     encode: encodes prompts in place of `policy.encode`. prepare: is given all prompts before the first is encoded.
     processes: share the work; all get the whole result.
@@ -253,7 +240,7 @@ class Scoring:
     scores: of each batch, [n, rewards]. tally: of failures.
     """
 
-    def __init__(self, functions: dict[str, Any], group: int, policy: Generating, reports: bool):
+    def __init__(self, functions: dict[str, Any], group: int, policy: Any, reports: bool):
         self.functions, self.group, self.policy, self.reports = functions, group, policy, reports
         self.undecoded = any(map(rewards.scores_latents, functions.values()))
         self.compared = any(map(rewards.sees_base, functions.values()))

@@ -12,14 +12,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.data.open_image import open_checked
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, save_png, tall, untall
@@ -204,16 +203,6 @@ class Arm:
     weights: Path | None
     asked: dict[str, Any]
     rlg: float | None = None
-
-
-class Hand(Protocol):
-    """Generator of an evaluation's samples."""
-
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[Any]:
-        """Return a sample per place."""
-
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
-        """Generation settings of a sample; None for a kind that stores none."""
 
 
 @dataclass(frozen=True)

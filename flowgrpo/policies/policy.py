@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from flowgrpo.config.schema import Config
-from flowgrpo.device import AUTO, DTYPES, arithmetic, choose
+from flowgrpo.device import AUTO, DTYPES, choose
 from flowgrpo.distributed.shards import Lockstep
 from flowgrpo.policies.weights.trainable import TrainableWeights
 
@@ -58,7 +58,7 @@ def resolve_precision(config: Config, device: str | torch.device, loaded: Any = 
     pipeline, or the tuple of a language model, which keeps its own; begun: that of a resumed run, which it keeps."""
     if config.precision != AUTO:
         return config, config.precision
-    chosen, reason = choose(arithmetic(device))
+    chosen, reason = choose(device)
     present = None
     if loaded is not None:  # None for a dtype that is no precision of a configuration
         from flowgrpo.policies.pipelines.load import denoisers

@@ -62,7 +62,7 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
     call = sampling_settings(config, count, temperature, generates="image", guidance=guidance, model=model)
     plan = Plan(model, lora, {arm: float(lora is not None)}, None, config, call, count, seed, draw.DRAWINGS,
                 precision, best)
-    hand = draw.drawer(plan, loading.place())
+    hand = draw.Drawer(plan, loading.place())
     folder, names = (output.parent, iter([output.name])) if one else (output, images.names_of(prompts, count))
     return [*images.draw_files(hand, arm, [Prompt(text) for text in prompts], count, folder, names, "image")]
 

@@ -22,7 +22,7 @@ from flowgrpo.data.images import image_size
 from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.measured import Generating, measure, spread
+from flowgrpo.evaluation.measured import measure, spread
 from flowgrpo.nouns import quantity
 from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.rewards import Composed
@@ -234,7 +234,7 @@ def _require_real_scores(trainer: Run) -> None:
                  for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(
-        cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance,
+        trainer.policy, prompts, functions, steps=settings.steps, guidance=settings.guidance,
         samples=1, micro_batch=trainer.geometry.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)

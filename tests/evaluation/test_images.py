@@ -371,12 +371,12 @@ def test_a_image_is_saved_before_the_next_is_drawn(tmp_path):
     class Hand:
         drawn = 0
 
-        def draw(self, arm, prompts, places):
+        def draw(self, prompts, places):
             assert len([*tmp_path.glob("*.png")]) == self.drawn
             self.drawn += 1
             return [torch.full((3, 2, 2), self.drawn / 100)]
 
-        def facts(self, arm, prompt, place, sample):
+        def facts(self, prompt, place, sample):
             return f"{place.sample}"
 
     saved = images.draw_files(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images.names_of(["a"], 10**18), "image")
