@@ -91,9 +91,9 @@ def sample(
         raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     else:
         from flowgrpo.evaluation import images
-        from flowgrpo.evaluation.samplers import make_enhancer
+        from flowgrpo.evaluation.samplers import Enhancer
 
-        writer = make_enhancer(rewriter, seed)
+        writer = None if rewriter is None else Enhancer(rewriter, seed)
         _print(images.sample(model, weights, prompt or [], steps=steps, guidance=guidance, output=output, rlg=weight,
                              image=image, enhancer=writer, **drawn))
         for text, written in writer.known.items() if writer else ():

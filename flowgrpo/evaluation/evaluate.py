@@ -156,7 +156,8 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
-                seed, medium, precision, choice.make(best_of, by, config), samplers.make_enhancer(enhancer, seed))
+                seed, medium, precision, choice.make(best_of, by, config),
+                None if enhancer is None else samplers.Enhancer(enhancer, seed))
 
 
 # --- drawing and scoring ---------------------------------------------------------------------------------------------

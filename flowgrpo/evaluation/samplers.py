@@ -320,7 +320,3 @@ class Enhancer:
 
     def as_json(self) -> dict[str, Any]:
         return {"enhancer": self.source, "enhancer_weights": weights_digest(self.weights)}
-
-
-def make_enhancer(source: str | None, seed: int = 0) -> Enhancer | None:
-    return None if source is None else Enhancer(source, seed)

@@ -11,13 +11,15 @@ import copy
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from tqdm import tqdm
@@ -122,21 +124,16 @@ def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
 
 def families(pairs: Sequence[Pair]) -> list[list[int]]:
     """The pairs' indices, grouped by shared samples, directly or through others."""
-    leads: dict[Hashable, Hashable] = {}
-
-    def lead(sample: Hashable) -> Hashable:
-        while leads.setdefault(sample, sample) != sample:
-            sample = leads[sample]
-        return sample
-
-    def family_key(pair: Pair, side: Path | str) -> Hashable:
-        return (pair.prompt, side) if isinstance(side, str) else side  # a short text may answer many prompts
-
-    for pair in pairs:
-        leads[lead(family_key(pair, pair.chosen))] = lead(family_key(pair, pair.rejected))
+    # A short text may answer many prompts.
+    sides = [[(pair.prompt, side) if isinstance(side, str) else side for side in (pair.chosen, pair.rejected)]
+             for pair in pairs]
+    places = {sample: place for place, sample in enumerate({sample for samples in sides for sample in samples})}
+    chosen, rejected = zip(*([places[sample] for sample in samples] for samples in sides))
+    joined = coo_array((np.ones(len(pairs)), (chosen, rejected)), shape=(len(places), len(places)))
+    _, labels = connected_components(joined, directed=False)
     members = defaultdict(list)
-    for number, pair in enumerate(pairs):
-        members[lead(family_key(pair, pair.chosen))].append(number)
+    for number, place in enumerate(chosen):
+        members[labels[place]].append(number)
     return list(members.values())
 
 
