@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo import hub
-from flowgrpo.device import DTYPES, default_device
+from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import lazy
 
@@ -137,7 +137,7 @@ def resolve_device(device: str | None) -> str:
 
     A name without an index would be another GPU in another thread.
     """
-    return device or default_device()
+    return device or (f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
