@@ -32,9 +32,7 @@ def plain(text: str) -> str:
 
 def taken() -> tuple[set[str], set[str]]:
     """Return the prompts of all packaged test sets, and the texts that they ask for, as `plain` writes them."""
-    tests = [side for one in sets.SETS.values() for side in one.tests  # without those of the starters
-             if isinstance(side, Path) and side.parent == sets.FOLDER]
-    prompts = [prompt for side in tests for prompt in sets.load(side)]
+    prompts = [prompt for side in sets.test_files() for prompt in sets.load(side)]
     return ({plain(prompt.text) for prompt in prompts},
             {plain(str(prompt.metadata["text"])) for prompt in prompts if "text" in prompt.metadata})
 
