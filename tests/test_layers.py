@@ -139,7 +139,7 @@ def test_imports_point_down(imports):
     assert circle(imports) is None
 
 
-GENERATED = ("flowgrpo.methods.part_names", "flowgrpo.rewards.reward_names")
+GENERATED = ("flowgrpo.methods.part_names",)
 
 
 @pytest.mark.fast

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,15 +13,13 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.find import find, locate, names, source
+from flowgrpo.rewards.find import FACTS, find, locate, names, source
 from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
 
 if TYPE_CHECKING:
     from flowgrpo.data.prompts import Prompt
 
-# Facts of the built-in rewards, written by scripts/docs/build_docs.py.
-FACTS = Path(__file__).with_name("built_in.json")
 TITLES = ("of images and videos", "of texts", "of both", "of what the reward does not state")
 AT_ONCE = 16  # files of one size that a reward sees together
 
@@ -33,10 +30,9 @@ def list_rewards() -> list[dict[str, Any]]:
     Facts of built-in rewards are read from a file, since their modules load torch. A package's reward that fails to
     import has its error under "broken", and does not hide the others.
     """
-    built_in = json.loads(FACTS.read_text(encoding="utf-8"))
     rows = []
     for name in names():
-        if (facts := built_in.get(name)) is not None:
+        if (facts := FACTS.get(name)) is not None:
             limits = facts["range"] and tuple(facts["range"])
             known = About(facts["modality"], limits, facts["needs"], facts["licence"])
             does, found_by, broken = facts["does"], facts["found_by"], None
@@ -51,11 +47,15 @@ def list_rewards() -> list[dict[str, Any]]:
 def facts_of(name: str) -> tuple[About, str, str | None]:
     """(stated facts, first sentence of the docstring, import error in words or None) of a reward by its name."""
     try:
-        thing = locate(name)
+        return *described(locate(name)), None
     except UserError as error:
         return About(), "", str(error)
-    first = " ".join((getattr(thing, "__doc__", None) or "").strip().partition("\n\n")[0].split())
-    return about(thing), re.split(r"(?<=[^.][^.A-Z])\. (?=[A-Z`])", first)[0].rstrip("."), None
+
+
+def described(reward: object) -> tuple[About, str]:
+    """(stated facts, first sentence of the docstring)."""
+    first = " ".join((getattr(reward, "__doc__", None) or "").strip().partition("\n\n")[0].split())
+    return about(reward), re.split(r"(?<=[^.][^.A-Z])\. (?=[A-Z`])", first)[0].rstrip(".")
 
 
 def range_of(reward: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ def differentiable(reward: T) -> T:
 
 
 def built_in(name: str, found_by: str = "", about: About | None = None) -> Callable[[T], T]:
-    """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes,
+    """Decorator: the name of a reward of the package, for `built_in.json`, which `scripts/docs/build_docs.py` writes,
     and for the messages of a class that has no attribute `reward` of its own.
 
     found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +15,15 @@ from flowgrpo import packages, trust
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, RewardFunction
 from flowgrpo.rewards.remote import exchange
-from flowgrpo.rewards.reward_names import BUILT_IN
 from flowgrpo.user_code import call_user_code, definitions, from_file, group_entry_points
 
 T = TypeVar("T")
 
 GROUP = "flowgrpo.rewards"
+# Facts of the package's rewards by name, and their places, each "module:object": scripts/docs/build_docs.py writes the
+# file from the decorators `flowgrpo.rewards.about.built_in`.
+FACTS = json.loads(Path(__file__).with_name("built_in.json").read_text(encoding="utf-8"))
+BUILT_IN: dict[str, str] = {name: facts["place"] for name, facts in FACTS.items()}
 NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names one alone
 LEARNED = "flowgrpo.contrib.learned_rewards.preference:reward_factory"  # of a folder of `flowgrpo reward train`
 # Names of earlier releases.

@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets,
 docs/reference/parts.md and flowgrpo/methods/part_names.py from parts, flowgrpo/config/options.py from sections,
-flowgrpo/rewards/reward_names.py and the table of docs/reward_catalogue.md from the built-in rewards,
+flowgrpo/rewards/built_in.json and the table of docs/reward_catalogue.md from the built-in rewards,
 docs/reference/cli.md from the commands.
 
     python scripts/docs/build_docs.py            # tests/test_docs.py tells when a file is not current
@@ -285,20 +285,15 @@ def part_names() -> str:
     return PART_NAMES_HEAD + ",\n".join(places) + "}\nPRESETS: dict[str, str] = {\n" + ",\n".join(rows) + "}\n"
 
 
-REWARD_NAMES = ROOT / "flowgrpo" / "rewards" / "reward_names.py"
-REWARD_NAMES_HEAD = '''"""Rewards of the package by name, each "module:object".
-
-`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.rewards.about.built_in`.
-"""
-
-from __future__ import annotations
-
-BUILT_IN = {
-'''
+REWARD_FACTS = ROOT / "flowgrpo" / "rewards" / "built_in.json"
 
 
-def reward_names() -> str:
-    """Text of flowgrpo/rewards/reward_names.py: the objects with the decorator `built_in`, by name."""
+def reward_facts() -> str:
+    """Text of flowgrpo/rewards/built_in.json: places and facts of the objects with the decorator `built_in`, by name,
+    for a listing that imports none of them."""
+    from flowgrpo.cli.reward_table import described
+    from flowgrpo.packages import load
+
     found: dict[str, str] = {}
     for file in sorted((ROOT / "flowgrpo").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -308,7 +303,9 @@ def reward_names() -> str:
                     name = ast.literal_eval(call.args[0])
                     assert name not in found, f"two rewards are called {name}"
                     found[name] = f"{module}:{node.name}"
-    return REWARD_NAMES_HEAD + "".join(f'    "{name}": "{found[name]}",\n' for name in sorted(found)) + "}\n"
+    facts = {name: {"place": found[name]} | vars(about) | {"does": does, "found_by": reward.found_by}
+             for name in sorted(found) for reward in [load(found[name])] for about, does in [described(reward)]}
+    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 
 def quoted(module: str, names: list[str]) -> str:
@@ -503,16 +500,6 @@ def reward_catalogue() -> str:
     return written + "\n".join([ALL_REWARDS, *lists])
 
 
-def reward_facts() -> str:
-    """Return the facts of the built-in rewards as JSON, for a listing that imports none of them."""
-    from flowgrpo.cli.reward_table import facts_of
-    from flowgrpo.rewards import BUILT_IN, locate
-
-    facts = {name: vars(about) | {"does": does, "found_by": locate(name).found_by}  # type: ignore[attr-defined]
-             for name in sorted(BUILT_IN) for about, does, _ in [facts_of(name)]}
-    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
-
-
 OPTIONS = ROOT / "flowgrpo" / "config" / "options.py"
 OPTIONS_HEAD = '''"""Types of the options of `flowgrpo.align`: the keys of the configuration, sections as dictionaries.
 
@@ -558,9 +545,8 @@ def option_types() -> str:
     return OPTIONS_HEAD + "\n\n\n".join(["", *classes.values()]).lstrip("\n").join(["\n", "\n"])
 
 
-NAMES = {PART_NAMES: part_names, REWARD_NAMES: reward_names}  # first: they are what the others know
+NAMES = {PART_NAMES: part_names, REWARD_FACTS: reward_facts}  # first: they are what the others know
 PAGES = {**NAMES,
-         ROOT / "flowgrpo" / "cli" / "built_in.json": reward_facts,  # before pages, which are made of it
          OPTIONS: option_types, CONFIGURATION: configuration, METHODS / "index.md": methods_index,
          ROOT / "docs" / "reference" / "parts.md": parts,
          CATALOGUE: reward_catalogue, ROOT / "docs" / "reference" / "cli.md": commands}
