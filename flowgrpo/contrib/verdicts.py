@@ -23,6 +23,7 @@ from flowgrpo.rewards.about import built_in
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined, where_any
 from flowgrpo.rewards.failures import Failed, numbers
 from flowgrpo.rewards.reward import Batch
+from flowgrpo.rewards.score import of_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +219,6 @@ class Rechecked(Combined):
         self._require(0 < self.share <= 1, "share", "above 0, up to 1")
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import of_batch
-
         (_, first), (name, second) = self.made.items()
         [verdicts] = of_batch({"first": first}, batch)
         rows = [row for row, verdict in enumerate(verdicts) if not isinstance(verdict, Failed)

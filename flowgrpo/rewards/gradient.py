@@ -71,13 +71,12 @@ def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: 
     """Rows that a reward applies to, and its scores of them in the images' graph."""
     from flowgrpo.rewards.combine import Combined  # loads torch
 
-    rule = reward.rule if isinstance(reward, Composed) else WatchRule()
-    rows = [i for i, entry in enumerate(metadata) if rule.applies(entry)]
+    composed = reward if isinstance(reward, Composed) else Composed(reward, name=name)
+    rows = [i for i, entry in enumerate(metadata) if composed.rule.applies(entry)]
     if not rows:
         return rows, getattr(images, "weights", images).new_zeros(0)
-    if isinstance(reward, Composed):
-        reward.bring()
-    made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
+    composed.bring()
+    made = composed.made
     batch = Batch(images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
     if isinstance(made, Combined):
         import torch

@@ -12,8 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally
-from flowgrpo.rewards.pairwise import WinRates, pairing
-from flowgrpo.rewards.reward import Batch, Checked, Reward, about, as_reward, modality_of, require_modality
+from flowgrpo.rewards.reward import Batch, Reward, about, modality_of, require_modality
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,12 +79,9 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     batch.require_finite()
     made: dict[str, Reward] = {}  # each under its rule, by the label of this call
     for name, reward in rewards.items():
-        if isinstance(reward, Composed):
-            named = reward if reward.name == name else replace(reward, name=name)
-            made[name] = named.checked if named.plain else named
-        else:
-            bare = as_reward(reward, name)
-            made[name] = Checked(name, WinRates(name, bare, pairing(bare)) if bare.unit == "pair" else bare)
+        composed = reward if isinstance(reward, Composed) else Composed(reward, name=name)
+        named = composed if composed.name == name else replace(composed, name=name)
+        made[name] = named.checked if named.plain else named
     if batch.samples is not None:
         require_modality(made, modality_of(batch.samples))
     table = []

@@ -95,8 +95,6 @@ class Scoring:
         self.reward_failures: dict[str, int] = {}
         self.spreads: dict[str, float] = {}
         self._lock = Lock()
-        self._offloads = any(isinstance(function, Composed) and function.placement is not None
-                             and function.placement.away for function in functions.values())
         self._diversities: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
@@ -234,8 +232,7 @@ class Scoring:
 
     def offload(self) -> None:
         """Move the rewards' weights off their devices where `memory.rewards` says so."""
-        if self._offloads:
-            rewards.leave(self.functions.values())
+        rewards.leave(self.functions.values())
 
     def transform(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [P,G,R] after the rewards' transforms, float64, in every granularity that R holds."""
