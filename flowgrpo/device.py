@@ -91,6 +91,11 @@ def pick_device(name: str) -> str:
     return name
 
 
+def default_device() -> str:
+    """Name of this thread's CUDA device with its index, as "cuda:1"; "cpu" where there is none."""
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
 def current_stream() -> torch.cuda.Stream | None:
     """This thread's CUDA stream; None in a process that has not used CUDA."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -72,19 +72,16 @@ class Adapted(LocalModel):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], base: Tensor | None = None) -> Tensor | list[None]:
         """B scores, None without the base's images that it compares with."""
-        if self.base and base is None:
-            return [None] * len(prompts)
-        scores = []
-        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            for at in range(0, len(prompts), self.batch_size):
-                rows = slice(at, at + self.batch_size)
-                pictures = images[rows].to(self.device, self.float_type)
-                reference = None if base is None or not self.base else base[rows].to(self.device, self.float_type)
-                values = self._scores(pictures, list(prompts[rows]), reference).reshape(len(pictures))
-                scores.append(values.float().cpu())
-        return self.sign * torch.cat(scores)
+        if not self.base:
+            return self.sign * self.score_batches(self._placed, images, prompts)
+        return [None] * len(prompts) if base is None else \
+            self.sign * self.score_batches(self._placed, images, prompts, base)
 
-    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+    def _placed(self, images: Tensor, prompts: list[str], *references: Tensor) -> Tensor:
+        pictures, *others = (each.to(self.device, self.float_type) for each in (images, *references))
+        return self._scores(pictures, prompts, *others).reshape(len(prompts))
+
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None = None) -> Tensor:
         """Metric's own values, B numbers, of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
         raise NotImplementedError
 
@@ -112,7 +109,7 @@ class Imscore(Adapted):
         scorer = getattr(self._module(f"imscore.{module}.model"), name)
         return (scorer.from_pretrained(self.model or weights, **self.options),)
 
-    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None = None) -> Tensor:
         [scorer] = self.models
         return scorer.score(images, prompts)
 
@@ -143,7 +140,7 @@ class Pyiqa(Adapted):
         return (self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
                                                     device=torch.device(self.device or "cpu"), **self.options),)
 
-    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None = None) -> Tensor:
         [metric] = self.models
         return metric(images) if reference is None else metric(images, reference)
 
@@ -185,7 +182,7 @@ class Torchmetrics(Adapted):
     def _load(self) -> tuple[Any, ...]:
         return (self._class()(**UNIT_RANGE.get(self.metric, {}) | dict(self.options)),)
 
-    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None = None) -> Tensor:
         [metric] = self.models
         values = []
         for row, prompt in enumerate(prompts):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained
+from flowgrpo.rewards.local_model import LocalModel, load_parts
 
 
 def resampled(sound: Tensor, rate: int, wanted: int) -> Tensor:
@@ -47,23 +48,17 @@ class Clap(LocalModel):
     reward, parameters, scores, reads_policy = "clap", 153e6, "latents", True
     about = About(modality="video", range=(-1, 1), needs="", licence="Apache-2.0")
 
-    def _load(self) -> tuple[Any, Any, Any]:
-        from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
-
-        model, *readers = (load_pretrained(self.reward, kind, self.model, self.revision, "model")
-                           for kind in (ClapModel, AutoTokenizer, ClapFeatureExtractor))
-        return model, *readers
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, "ClapModel", "AutoTokenizer", "ClapFeatureExtractor")
 
     def __call__(self, latents: Tensor, prompts: Sequence[str], policy: Any) -> Tensor:
-        heard: list[Tensor] = []
-        for at in range(0, len(prompts), self.batch_size):
-            sound, rate = policy.sound(latents[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
-            heard += resampled(sound.mean(1), rate, self.models[2].sampling_rate)
-        return self.score_batches(self._cosines, torch.stack(heard), prompts)
+        return self.score_batches(partial(self._cosines, policy=policy), latents, prompts)
 
-    def _cosines(self, sounds: Tensor, prompts: list[str]) -> Tensor:
-        """Cosines [B] of sounds [B, N] at the model's rate and prompts."""
+    def _cosines(self, latents: Tensor, prompts: list[str], policy: Any) -> Tensor:
+        """Cosines [B] of prompts and of the sounds that the policy makes of latents."""
         model, tokenizer, extractor = self.models
+        sound, rate = policy.sound(latents, prompts)
+        sounds = resampled(sound.mean(1), rate, extractor.sampling_rate)
         length = int(extractor.max_length_s * extractor.sampling_rate)
         read = extractor([sound[:length].numpy() for sound in sounds], sampling_rate=extractor.sampling_rate,
                          return_tensors="pt")

@@ -21,7 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import ClipCosine
-from flowgrpo.rewards.local_model import ImageModel, load_pretrained
+from flowgrpo.rewards.local_model import ImageModel, load_parts
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 from flowgrpo.user_code import load
 
@@ -328,10 +328,7 @@ class Safety(ImageModel):
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
     def _load(self) -> tuple[Any, Any, list[int]]:
-        from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-        classifier = load_pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")
-        processor = load_pretrained("safety", AutoImageProcessor, self.model, self.revision, "model")
+        classifier, processor = load_parts(self, "AutoModelForImageClassification", "AutoImageProcessor")
         labels, unsafe = classifier.config.id2label, {name.lower() for name in self.unsafe}
         rows = [row for row, label in labels.items() if label.lower() in unsafe]
         if len(rows) != len(unsafe):

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import ImageModel, load_pretrained, require_arguments
+from flowgrpo.rewards.local_model import ImageModel, load_parts, require_arguments
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
@@ -51,10 +51,8 @@ class Likeness(ImageModel):
         folder = Path(self.images).expanduser()
         return sorted(file for file in folder.glob("*") if file.suffix.lower() in ENDINGS) if self.images else []
 
-    def _load(self) -> tuple[Any]:
-        from transformers import Dinov2Model
-
-        return (load_pretrained("likeness", Dinov2Model, self.model, self.revision, "model"),)
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, "Dinov2Model")
 
     @cached_property
     def mean_embedding(self) -> Tensor:

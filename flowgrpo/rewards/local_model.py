@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +45,7 @@ class LocalModel:
 
     def __post_init__(self) -> None:
         require_arguments(self.reward, self.dtype, self.device, self.batch_size)
-        vars(self)["device"] = resolve_device(self.device)
+        vars(self)["device"] = self.device or default_device()
         if self.parts is not None or not lazy.get():
             self.models
 
@@ -52,15 +53,12 @@ class LocalModel:
     def float_type(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def models(self) -> tuple[Any, ...]:
         """Model with its tokenizer and the like, on the device; loaded at the first call."""
-        ready = vars(self).get("_ready")
-        if ready is None:
-            parts = self.parts if self.parts is not None else self._load()
-            self._require(parts)
-            ready = tuple(map(self._prepare, parts))
-            vars(self).update(_ready=ready, parts=ready)
+        parts = self.parts if self.parts is not None else self._load()
+        self._require(parts)
+        ready = vars(self)["parts"] = tuple(map(self._prepare, parts))
         return ready
 
     def _load(self) -> tuple[Any, ...]:
@@ -81,12 +79,14 @@ class LocalModel:
         loaded = next((weight.dtype for weight in part.parameters()), None)
         return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
-    def score_batches(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]
-                      ) -> Tensor:
-        """`scores` of B images and prompts, `batch_size` at a time -> [B] float32 on the CPU, in the images' graph."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
-                              .float().cpu() for at in range(0, len(prompts), self.batch_size)])
+    def score_batches(self, scores: Callable[..., Tensor], images: Tensor | Sequence[str], prompts: Sequence[str],
+                      *further: Tensor) -> Tensor:
+        """`scores` of B images, or texts, with their prompts and rows of `further`, `batch_size` at a time -> [B]
+        float32 on the CPU, in the images' graph."""
+        batches = [slice(at, at + self.batch_size) for at in range(0, len(prompts), self.batch_size)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and getattr(images, "requires_grad", False)):
+            return torch.cat([scores(images[rows], list(prompts[rows]), *(held[rows] for held in further)).float().cpu()
+                              for rows in batches])
 
 
 class ImageModel(LocalModel):
@@ -132,14 +132,6 @@ def devices() -> list[str]:
     return [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
 
 
-def resolve_device(device: str | None) -> str:
-    """Device of that name; None: for this process's GPU, with its index, or the CPU.
-
-    A name without an index would be another GPU in another thread.
-    """
-    return device or (f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
-
-
 @contextmanager
 def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
     """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix.
@@ -169,6 +161,21 @@ def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, opt
     fetch = " and ".join(f"`hf download {each}`" for each in wanted) or "fetch it"
     with loading(f"reward {reward!r}: {name}", f"{fetch} and give its folder as args: {given}", name):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
+
+
+def load_parts(it: Any, *kinds: str, within: str = "", **more: Any) -> tuple[Any, ...]:
+    """Load a reward's `model`, a folder or hub id, by classes of transformers: its network, tokenizer and the like.
+
+    it: the reward, which may have a `revision`. within: as of `load_pretrained`. more: arguments for the network, the
+    first. Raises UserError as `load_pretrained` does.
+    """
+    import transformers
+
+    def load(kind: str, **more: Any) -> Any:
+        return load_pretrained(it.reward, getattr(transformers, kind), it.model, getattr(it, "revision", None), "model",
+                               within, **more)
+
+    return load(kinds[0], **more), *map(load, kinds[1:])
 
 
 def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:

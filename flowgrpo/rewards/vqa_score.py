@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import ImageModel, load_pretrained
+from flowgrpo.rewards.local_model import ImageModel, load_parts
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 128  # tokens of a question
@@ -58,11 +58,8 @@ class VqaScore(ImageModel):
                             "one such as Salesforce/instructblip-flan-t5-xl")
 
     def _load(self) -> tuple[Any, Any, Any]:
-        from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
-
-        model = load_pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
-                           self.within, dtype=self.float_type)
-        processor = load_pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
+        model, processor = load_parts(self, "InstructBlipForConditionalGeneration", "InstructBlipProcessor",
+                                      within=self.within, dtype=self.float_type)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:

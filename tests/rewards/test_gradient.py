@@ -160,7 +160,7 @@ def test_refl_raises_a_tiny_reward_model_in_every_epoch(made, kind, least):
 
 def test_a_reward_without_a_gradient_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     fetched = []
-    monkeypatch.setattr("flowgrpo.rewards.guards.load_pretrained", lambda *given, **more: fetched.append(given))
+    monkeypatch.setattr("flowgrpo.rewards.guards.load_parts", lambda *given, **more: fetched.append(given))
     with pytest.raises(UserError, match="reward 'safety' is not differentiable"):
         run.run(pipelines.config(tmp_path, method="refl", reward="safety"))
     assert not fetched

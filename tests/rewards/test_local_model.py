@@ -23,7 +23,7 @@ from flowgrpo.rewards.about import differentiable, lazily
 from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
 from flowgrpo.rewards.failures import within
 from flowgrpo.rewards.find import BUILT_IN, find, locate
-from flowgrpo.rewards.local_model import LocalModel, resolve_device
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.qwen2_vl import MARKS
 from flowgrpo.rewards.score import score
 from flowgrpo.training import sampling
@@ -285,7 +285,8 @@ def chosen(monkeypatch) -> Iterator[dict[int, SimpleNamespace]]:
 
 def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device(None) == "cuda:3" and resolve_device("cuda:1") == "cuda:1" and resolve_device("cpu") == "cpu"
+    with rewards.lazily():
+        assert Mean().device == "cuda:3" and Mean(device="cpu").device == "cpu"
 
 
 @pytest.mark.fast

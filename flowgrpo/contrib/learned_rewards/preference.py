@@ -112,13 +112,14 @@ class Preference(LocalModel):
         weight, mean, deviation = self.models[1].unbind(1)
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
-    def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Network's raw scores [B, A]; their differences between images of a prompt are log-odds."""
-        return self.score_batches(self._scores, images, prompts)
+    def scores(self, shown: Tensor | Sequence[str], prompts: Sequence[str]) -> Tensor:
+        """Network's raw scores [B, A]; their differences between images, or texts, of a prompt are log-odds."""
+        return self.score_batches(self._scores, shown, prompts)
 
-    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def _scores(self, shown: Any, prompts: list[str]) -> Tensor:
         network = self.models[0]
-        return network(**network.rows(network.prepare(images.to(self.device)), prompts))
+        prepared = shown if isinstance(network, TextHead) else network.prepare(shown.to(self.device))
+        return network(**network.rows(prepared, prompts))
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,6 @@ class TextPreference(Preference):
     """
 
     about = About(modality="text", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
-
-    def scores(self, texts: Sequence[str], prompts: Sequence[str]) -> Tensor:  # type: ignore[override]
-        """Network's raw scores [B, A]; their differences between texts of a prompt are log-odds."""
-        network, size = self.models[0], self.batch_size
-        with torch.no_grad():
-            return torch.cat([network(**network.rows(texts[at:at + size], prompts[at:at + size])).float().cpu()
-                              for at in range(0, len(prompts), size)])
 
 
 def reward_factory(folder: Path, aspect: str | None) -> partial[Preference]:

@@ -22,8 +22,8 @@ from flowgrpo.contrib.questions.phrases import Phrases, count_objects, find_rela
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, load_detector
-from flowgrpo.rewards.local_model import ImageModel, LocalModel, load_pretrained, model_arguments
+from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, load_detector
+from flowgrpo.rewards.local_model import ImageModel, LocalModel, load_parts, model_arguments
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 35  # tokens of a question
@@ -45,12 +45,8 @@ class BlipVqa(ImageModel):
     batch_size: int = field(default=16, kw_only=True)
     reward, parameters = "t2i_compbench", 361e6
 
-    def _load(self) -> tuple[Any, Any]:
-        from transformers import AutoTokenizer, BlipForQuestionAnswering
-
-        return (load_pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
-                           dtype=self.float_type),
-                load_pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, "BlipForQuestionAnswering", "AutoTokenizer", within="vqa", dtype=self.float_type)
 
     def _scores(self, images: Tensor, questions: list[str]) -> Tensor:
         model, tokenizer = self.models
@@ -88,9 +84,7 @@ class Owl(LocalModel):
     reward, parameters = "t2i_compbench", 155e6
 
     def _load(self) -> tuple[Any, Any]:
-        from transformers import Owlv2ForObjectDetection, Owlv2Processor
-
-        return load_detector(self, "owl", Owlv2ForObjectDetection, Owlv2Processor)
+        return load_detector(self, "owl", "Owlv2ForObjectDetection", "Owlv2Processor")
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
@@ -192,7 +186,7 @@ class T2ICompBench:
             elif kind == "owl":
                 models["detector"] = Owl(**given | ({"model": folder} if folder else {}))
             else:
-                models["detector"] = detector(self.detector, **given if in_process(self.detector) else {})
+                models["detector"] = detector(self.detector, **given)
         if "clip" in needed:
             models["clip"] = CompBenchClip(**given | self.clip)
         vars(self).update(phrases=Phrases(self.spacy), _models=models)

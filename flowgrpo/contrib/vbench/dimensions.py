@@ -27,10 +27,11 @@ from torch.nn.functional import interpolate, normalize
 from torchvision.transforms.functional import normalize as normalize_pixels
 
 from flowgrpo import trust
+from flowgrpo.device import default_device
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
+from flowgrpo.rewards.local_model import LocalModel, load_parts, require_arguments
 from flowgrpo.rewards.preprocessing import Preparation, eight_bit
 
 SIZE = 224  # pixels of the shorter side
@@ -74,11 +75,8 @@ class _Consistency(LocalModel):
     network: ClassVar[str]  # its class in transformers
     about = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0, the model's")
 
-    def _load(self) -> tuple[Any]:
-        import transformers
-
-        kind = getattr(transformers, self.network)
-        return (load_pretrained(self.reward, kind, self.model, self.revision, "model", dtype=self.float_type),)
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, self.network, dtype=self.float_type)
 
     def _features(self, frames: Tensor) -> Tensor:
         """Features [N, D] of frames [N, 3, H, W], float32 levels 0 to 255 on the model's device."""
@@ -206,7 +204,7 @@ class VBench:
             for file, clip in zip(asked, clips):
                 write(folder / "videos" / file, eight_bit(clip), fps)
             (folder / "asked.json").write_text(json.dumps({
-                "dimension": self.dimension, "videos": asked, "device": resolve_device(self.device)}))
+                "dimension": self.dimension, "videos": asked, "device": self.device or default_device()}))
             done = self._run([str(CHILD), str(folder)])
             if done.returncode or not (folder / "answer.json").is_file():
                 last = next(reversed(done.stderr.strip().splitlines()), "no message")

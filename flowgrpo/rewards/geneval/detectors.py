@@ -58,15 +58,17 @@ def canonical_label(label: str) -> str:
     return ALIASES.get(label, label)
 
 
-def load_detector(it: Any, name: str, network: Any, processor: Any) -> tuple[Any, Any]:
+def load_detector(it: Any, name: str, network: str, processor: str) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
     it: the detector, with `model`, a folder or hub id, and `revision`. name: its own in a recipe.
     Raises UserError if they are unavailable."""
+    import transformers
+
     with loading(f"detector {name}: {it.model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
                  it.model):
         options = {"revision": it.revision, "trust_remote_code": False}
-        return (network.from_pretrained(it.model, dtype=it.float_type, **options),
-                processor.from_pretrained(it.model, **options))
+        return (getattr(transformers, network).from_pretrained(it.model, dtype=it.float_type, **options),
+                getattr(transformers, processor).from_pretrained(it.model, **options))
 
 
 def in_process(name: str) -> bool:
@@ -75,7 +77,7 @@ def in_process(name: str) -> bool:
 
 
 def detector(name: str, **arguments: Any) -> Detector:
-    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
+    """Detector of that name. arguments: of `LocalModel`, which only one that is `in_process` takes.
 
     Raises UserError for one that does not exist or lacks its package.
     """
@@ -216,9 +218,7 @@ class Mask2Former(LocalModel):
     reward, parameters = "geneval", 68.7e6
 
     def _load(self) -> tuple[Any, Any]:
-        from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
-
-        return load_detector(self, "mask2former", Mask2FormerForUniversalSegmentation, AutoImageProcessor)
+        return load_detector(self, "mask2former", "Mask2FormerForUniversalSegmentation", "AutoImageProcessor")
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ class GenEval:
             namer: Namer = by_pixels if self.colours == "pixels" else ClipColours(**given | self.clip)
             vars(self)["colours"] = namer
         if isinstance(self.detector, str):
-            vars(self)["detector"] = detector(self.detector, **given if local else {})
+            vars(self)["detector"] = detector(self.detector, **given)
 
     @property
     def made_of(self) -> list[str | Detector]:

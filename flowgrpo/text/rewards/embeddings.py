@@ -18,7 +18,7 @@ from flowgrpo.data.selection import features
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.guards import distances
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
+from flowgrpo.rewards.local_model import LocalModel, load_parts, loading
 from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, final_answer, keys, several, strip_thoughts
 from flowgrpo.text.rewards.rules import normalise
@@ -37,27 +37,13 @@ def pad_rows(rows: Sequence[list[int]], device: Any, padding: int = 0) -> tuple[
             torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device))
 
 
-class TextModel(LocalModel):
-    """Reward by a model of transformers and its tokenizer; a subclass has `model`, and `revision` if it takes one."""
-
-    model: str
-    revision: str | None = None
-
-    def _pretrained(self, kind: str, **more: Any) -> tuple[Any, Any]:
-        import transformers
-
-        given = self.model, self.revision, "model"
-        return (load_pretrained(self.reward, getattr(transformers, kind), *given, dtype=self.float_type, **more),
-                load_pretrained(self.reward, transformers.AutoTokenizer, *given))
-
-
-class TextEncoder(TextModel):
+class TextEncoder(LocalModel):
     """Reward that embeds texts by a model of transformers; a subclass has `model` and `longest`."""
 
     longest: int
 
     def _load(self) -> tuple[Any, ...]:
-        return self._pretrained("AutoModel")
+        return load_parts(self, "AutoModel", "AutoTokenizer", dtype=self.float_type)
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
@@ -306,7 +292,7 @@ class TextScorer(TextEncoder):
         super().__post_init__()
 
     @property
-    def model(self) -> str:  # type: ignore[override]
+    def model(self) -> str:
         return self.known.encoder or ""
 
     def _load(self) -> tuple[Any, ...]:

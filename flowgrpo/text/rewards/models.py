@@ -13,20 +13,22 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import require_arguments
+from flowgrpo.rewards.local_model import LocalModel, load_parts, require_arguments
 from flowgrpo.rewards.vlm_judge.judge import fill_template
 from flowgrpo.text.rewards.answer_keys import LICENCE, Metadata, Texts, keys, several, strip_thoughts
-from flowgrpo.text.rewards.embeddings import TextModel, pad_rows
+from flowgrpo.text.rewards.embeddings import pad_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-class PolicyModel(TextModel):
+class PolicyModel(LocalModel):
     """Reward by a causal language model; a subclass has the argument `model`.
 
     model: "policy", the one that is trained, as it is when it is scored; or a folder or name on the hub.
     Raises UserError for a policy that is no causal language model, and for "policy" outside a training run.
     """
+
+    model: str
 
     def __post_init__(self) -> None:
         if self.reads_policy:
@@ -43,8 +45,8 @@ class PolicyModel(TextModel):
         """The model and its tokenizer; nothing of a policy, which is not the reward's to place."""
         return () if self.reads_policy else super().models
 
-    def _load(self) -> tuple[Any, Any]:
-        return self._pretrained("AutoModelForCausalLM", use_safetensors=True)
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, "AutoModelForCausalLM", "AutoTokenizer", dtype=self.float_type, use_safetensors=True)
 
     def _prompt(self, prompt: str, policy: Any) -> tuple[Any, Any, list[int]]:
         """The network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
@@ -62,7 +64,7 @@ class PolicyModel(TextModel):
 
 @built_in("reward_model", "human preference rlhf helpful harmless")
 @dataclass(frozen=True, eq=False)
-class RewardModel(TextModel):
+class RewardModel(LocalModel):
     """Score that a sequence classification model of transformers gives a prompt with its completion.
 
     model: its folder or name on the hub, with safetensors and one label. revision: of the hub.
@@ -99,8 +101,9 @@ class RewardModel(TextModel):
             raise UserError(f"reward 'reward_model': the tokenizer of {self.model} has no chat template: set template, "
                             "such as \"{prompt}\\n{completion}\"")
 
-    def _load(self) -> tuple[Any, Any]:
-        return self._pretrained("AutoModelForSequenceClassification", use_safetensors=True)
+    def _load(self) -> tuple[Any, ...]:
+        return load_parts(self, "AutoModelForSequenceClassification", "AutoTokenizer", dtype=self.float_type,
+                          use_safetensors=True)
 
     @torch.no_grad()
     def __call__(self, completions: Texts, prompts: Texts) -> list[float | None]:

@@ -28,11 +28,11 @@ from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Descriptio
 from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, Film, with_text
 from flowgrpo.contrib.learned_rewards.text_network import TextHead, on_model
 from flowgrpo.data.pairs import Pair, aspects
+from flowgrpo.device import default_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
 from flowgrpo.log import bar
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.rewards.preprocessing import read_tensor
 from flowgrpo.storage import paths
 from flowgrpo.storage.json_files import finite
@@ -208,7 +208,7 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
 def _device(name: str | None) -> str:
     """Device of that name, None for a GPU if there is one. Raises UserError if torch cannot use it."""
     try:
-        return str(torch.empty(0, device=resolve_device(name)).device)
+        return str(torch.empty(0, device=name or default_device()).device)
     except (RuntimeError, AssertionError):
         raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
                         "cpu") from None
