@@ -5,7 +5,7 @@ human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import silence_errors
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.rewards.local_model import Head, ImageModel, LocalModel, fill, load_pretrained, loading, tensors
+from flowgrpo.rewards.local_model import Head, ImageModel, fill, load_parts, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
@@ -38,9 +38,37 @@ class OpenClip(ImageModel):
         return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
 
+class PretrainedClip(OpenClip):
+    """CLIP by weights that open_clip knows, or in a file; a subclass has `model` and `pretrained`."""
+
+    model: str
+    pretrained: str
+
+    def _load(self) -> tuple[Any, Any]:
+        open_clip = import_optional("open_clip", "clip", f"reward {self.reward!r}")
+        with silence_errors("open_clip"), loading(
+                f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
+                "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
+                self.pretrained):
+            model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
+            return model, open_clip.get_tokenizer(self.model)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
+        return self.score_batches(lambda some, _: self.embed(some), images, [""] * len(images))
+
+    def embed(self, images: Tensor) -> Tensor:
+        """The same on the model's device, in one batch, with a gradient if required."""
+        return self.encode_images(self.prepare(images.to(self.device)))
+
+    def encode_images(self, pictures: Tensor) -> Tensor:
+        """Embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
+        return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
+
+
 @built_in("clip_score", "alignment prompt following clip similarity")
 @dataclass(frozen=True)
-class ClipScore(OpenClip):
+class ClipScore(PretrainedClip):
     """CLIPScore: 2.5 max(cos, 0) of an image's and its prompt's embedding, by the paper's model and prefix (section 3
     of 2104.08718). `clip_cosine` is the plain cosine by a larger model.
 
@@ -64,30 +92,9 @@ class ClipScore(OpenClip):
             raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {' or '.join(SCORES)}")
         super().__post_init__()
 
-    def _load(self) -> tuple[Any, Any]:
-        open_clip = import_optional("open_clip", "clip", f"reward {self.reward!r}")
-        with silence_errors("open_clip"), loading(
-                f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
-                "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
-                self.pretrained):
-            model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
-            return model, open_clip.get_tokenizer(self.model)
-
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         similarities = super().__call__(images, [self.prefix + prompt for prompt in prompts])
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
-
-    def features(self, images: Tensor) -> Tensor:
-        """Unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
-        return self.score_batches(lambda some, _: self.embed(some), images, [""] * len(images))
-
-    def embed(self, images: Tensor) -> Tensor:
-        """The same on the model's device, in one batch, with a gradient if required."""
-        return self.encode_images(self.prepare(images.to(self.device)))
-
-    def encode_images(self, pictures: Tensor) -> Tensor:
-        """Embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
-        return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
 
 @built_in("clip_cosine", "alignment prompt following clip similarity")
@@ -132,15 +139,9 @@ def preprocessing_of(model: Any, reward: str) -> Preparation:
     return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})
 
 
-class SubjectClip(ClipCosine):
-    """CLIP model of `SubjectScore`, whose name its errors report."""
-
-    reward = "subject_score"
-
-
 @built_in("subject_score", "style likeness person face character dreambooth example reference similar")
 @dataclass(frozen=True)
-class SubjectScore(LocalModel):
+class SubjectScore(PretrainedClip):
     """CLIP-I: cosine of the embeddings of an image and of the subject's image that its prompt brings.
 
     key: metadata key of the subject's image, a path relative to the working folder; None for a prompt without one.
@@ -152,37 +153,27 @@ class SubjectScore(LocalModel):
     key: str = "subject"
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"
-    clip: ClipScore = field(init=False, repr=False)
-    reward, parameters = "subject_score", 0  # those of `clip` count
+    reward, parameters = "subject_score", 428e6
     privileged = True  # reads files that metadata name
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
-    def __post_init__(self) -> None:
-        clip = SubjectClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
-                           batch_size=self.batch_size, parts=self.parts)
-        vars(self).update(clip=clip, device=clip.device)
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        return self.clip.models
-
-    def __call__(self, images: Tensor, prompts: Sequence[str],
+    def __call__(self, images: Tensor, prompts: Sequence[str],  # type: ignore[override]  # reads metadata
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
         if not rows:
             return [None] * len(prompts)
-        similarities = self.score_batches(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
+        similarities = self.score_batches(self._scores, images[rows], [metadata[i][self.key] for i in rows])
         scores = dict(zip(rows, similarities.tolist()))
         return [scores.get(i) for i in range(len(prompts))]
 
-    def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
+    def _scores(self, images: Tensor, paths: list[str]) -> Tensor:
         require_open()
         try:
             subjects = {path: read_tensor(path)[None] for path in dict.fromkeys(paths)}
         except UserError as error:
             raise UserError(f"reward 'subject_score': {error}") from None
-        shown = self.clip.embed(images)
-        embeddings = torch.cat([self.clip.embed(subject) for subject in subjects.values()])
+        shown = self.embed(images)
+        embeddings = torch.cat([self.embed(subject) for subject in subjects.values()])
         return (shown * embeddings[[list(subjects).index(path) for path in paths]]).sum(-1)
 
 
@@ -212,10 +203,8 @@ class Aesthetic(ImageModel):
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def _load(self) -> tuple[Any, Any]:
-        from transformers import CLIPVisionModelWithProjection
-
         head = make_head("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
-        encoder = load_pretrained("aesthetic", CLIPVisionModelWithProjection, self.model, self.revision, "model")
+        [encoder] = load_parts(self, "CLIPVisionModelWithProjection")
         width, taken = encoder.visual_projection.out_features, next(head.parameters()).shape[1]
         if width != taken:
             raise UserError(f"reward 'aesthetic': {self.model} gives {width} numbers, but the head {self.head} takes "
