@@ -33,6 +33,7 @@ from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.kernels import predict_x0, x0_from_noise
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import checkpoint
+from flowgrpo.storage.checkpoint import joined, within
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Metrics, Run
 from flowgrpo.training.memory import FULL, Measured
@@ -87,19 +88,15 @@ class Learner:
         self.optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
-        return {f"values/{key}": value.data for key, value in self.values.items()} | {
-            f"moments/{key}": value for key, value in checkpoint.optimizer_tensors(self.optimizer).items()}
+        return joined({"values": {key: value.data for key, value in self.values.items()},
+                       "moments": checkpoint.optimizer_tensors(self.optimizer)})
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        kept: dict[str, dict[str, Tensor]] = {"values": {}, "moments": {}}
-        for name, tensor in tensors.items():
-            room, key = name.split("/", 1)
-            kept[room][key] = tensor
+    def load(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for key, value in kept["values"].items():
+            for key, value in within(tensors, "values/").items():
                 self.values[key].copy_(value)
-        if kept["moments"]:
-            checkpoint.load_optimizer(self.optimizer, kept["moments"])
+        if moments := within(tensors, "moments/"):
+            checkpoint.load_optimizer(self.optimizer, moments)
 
 
 class MatchedStudent(FewStepStudent):
@@ -300,13 +297,12 @@ class MatchedStudent(FewStepStudent):
         return super().on_trained(epoch)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {f"{name}/{key}": value for name, learner in self._learners.items()
-                for key, value in learner.state().items()}, {"unscheduled": self.trainer.optimization.unscheduled}
+        return joined({name: learner.state() for name, learner in self._learners.items()}), {
+            "unscheduled": self.trainer.optimization.unscheduled}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         for name, learner in self._learners.items():
-            learner.load({key.removeprefix(f"{name}/"): value for key, value in tensors.items()
-                          if key.startswith(f"{name}/")})
+            learner.load(within(tensors, f"{name}/"))
         self.trainer.optimization.unscheduled = values.get("unscheduled", 0)
 
     def count_once(self, once: Callable[[Callable[..., None]], Callable[..., None]]) -> None:

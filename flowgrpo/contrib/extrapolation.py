@@ -14,10 +14,9 @@ from torch import Tensor
 from flowgrpo.contrib.features import ExtrapolationKeys
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.storage.checkpoint import Tensors, joined, within
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.state import within
 
 RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
 
@@ -94,8 +93,7 @@ class Extrapolation(Extension):
         return {"extrapolation": 1.0}
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        tensors = {f"{place}/{key}": value for place, snapshot in enumerate(self.path)
-                   for key, value in snapshot.items()} | {f"held/{key}": value for key, value in self.held.items()}
+        tensors = joined({**dict(enumerate(self.path)), "held": self.held})
         return tensors, {"path": len(self.path), "before": self.before}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:

@@ -16,9 +16,10 @@ from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.storage.checkpoint import within
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.state import record_of, restore_part, tensors_of, within
+from flowgrpo.training.state import record_of, restore_part, tensors_of
 
 
 @part("replay")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,10 @@ from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.weights import adapters
 from flowgrpo.storage import checkpoint
-from flowgrpo.storage.checkpoint import Stateful, Tensors
+from flowgrpo.storage.checkpoint import Stateful, Tensors, within
+from flowgrpo.training import state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
-from flowgrpo.training.state import within
 from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
@@ -109,19 +109,14 @@ class Good:
     tensors: Tensors
 
 
-def followers(run: Run) -> Iterator[tuple[str, Stateful]]:
-    """Yield the parts of a run that hold earlier weights."""
-    yield "old", run.rollouts.old_policy
-    yield "reference", run.kl_reference
+def followers(run: Run) -> dict[str, Stateful]:
+    """The parts of a run that hold earlier weights."""
+    return {"old": run.rollouts.old_policy, "reference": run.kl_reference}
 
 
 def snapshot(run: Run) -> Good:
     """Copy of what the run trains."""
-    tensors: Tensors = {f"weights/{key}": value for key, value in run.policy.weights.named.items()}
-    tensors |= {f"ema/{key}": value for key, value in (run.optimization.ema or {}).items()}
-    tensors |= {f"optimizer/{key}": value
-                for key, value in checkpoint.optimizer_tensors(run.optimization.optimizer).items()}
-    tensors |= {f"{name}/{key}": value for name, part in followers(run) for key, value in part.state()[0].items()}
+    tensors = state.trained(run, {name: part.state()[0] for name, part in followers(run).items()})
     return Good(run.epoch, {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()})
 
 
@@ -135,7 +130,7 @@ def restore(run: Run, good: Good) -> None:
     if optimization.ema is not None:
         for key, value in within(good.tensors, "ema/").items():
             optimization.ema[key].copy_(value)
-    for name, part in followers(run):
+    for name, part in followers(run).items():
         held = {key: value.clone() for key, value in within(good.tensors, f"{name}/").items()}
         part.load_state(held, {"epoch": run.epoch} | part.state()[1])
 

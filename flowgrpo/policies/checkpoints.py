@@ -102,9 +102,8 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
     """Copy a checkpoint's weights into trainable ones. UserError if they belong to another model, or are not finite."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
-    beside = f"{room}{NOISE_NETWORK}."  # not the pipeline's
-    held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
-            if key.startswith(room) and not key.startswith(beside)}
+    held = {key: tensor for key, tensor in checkpoint.within(tensors, room).items()
+            if not key.startswith(f"{NOISE_NETWORK}.")}  # not the pipeline's
     if live.named.keys() != held.keys():
         raise UserError(f"{path} holds other weights than {config.model!r} with the run's adapter has")
     adapters.require_read(path, held)

@@ -235,6 +235,16 @@ def unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"the checkpoint {folder} cannot be read ({message}): {way}")
 
 
+def joined(rooms: Mapping[Any, Mapping[str, torch.Tensor]]) -> Tensors:
+    """Tensors of several rooms as one dictionary, `room/name`."""
+    return {f"{room}/{name}": tensor for room, tensors in rooms.items() for name, tensor in tensors.items()}
+
+
+def within(tensors: Tensors, prefix: str) -> Tensors:
+    """Those tensors whose names begin so, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """An optimizer's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
     flat: dict[str, torch.Tensor] = {}

@@ -98,8 +98,7 @@ class Critic:
         """Restore the state of a checkpoint; if there is none, start anew."""
         if tensors:
             self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
-            checkpoint.load_optimizer(self.optimizer, {key.removeprefix("optimizer."): tensor for key, tensor in
-                                                       tensors.items() if key.startswith("optimizer.")})
+            checkpoint.load_optimizer(self.optimizer, checkpoint.within(tensors, "optimizer."))
 
 
 class OutcomeCritic(Critic):

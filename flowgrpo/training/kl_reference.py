@@ -22,6 +22,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.growth import calls, rescore
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.storage import checkpoint
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import Completions, RunState, Scored
 
@@ -150,17 +151,14 @@ class KLReference:
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
         """The snapshots, numbered, for a checkpoint."""
-        numbered = enumerate(self.snapshots)
-        return {f"{i}/{key}": tensor for i, snapshot in numbered for key, tensor in snapshot.items()}, {}
+        return checkpoint.joined(dict(enumerate(self.snapshots))), {}
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the snapshots of a checkpoint; a reference that keeps some takes the present weights without them."""
-        held: dict[str, Snapshot] = {}
-        for name, tensor in tensors.items():
-            number, _, key = name.partition("/")
-            held.setdefault(number, {})[key] = tensor
+        numbers = dict.fromkeys(name.partition("/")[0] for name in tensors)
         if self.snapshots:
-            self.snapshots = list(held.values()) or self.next([], values["epoch"])
+            self.snapshots = [checkpoint.within(tensors, f"{number}/") for number in numbers] or \
+                self.next([], values["epoch"])
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """The snapshots of an epoch's reference, from those held before and the weights it starts with."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -26,18 +26,19 @@ from flowgrpo.policies.weights import adapters
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
-from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.storage.checkpoint import Tensors, within
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training.extension import Run
 
 LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
+SAMPLING = ("rollout_evaluations", "saved_evaluations")
 # Counters of a checkpoint, with the attribute of the run that has each.
 COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optimization.skipped",
             checkpoint.UNSTEADY: "optimization.unsteady", "reduces_once": "optimization.gradients.once",
             "sampled": "progress.sampled", "seconds": "progress.seconds",
-            "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due"}
-SAMPLING = ("rollout_evaluations", "saved_evaluations")
+            "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due",
+            **{name: f"rollouts.{name}" for name in SAMPLING}, "reward_failures": "scoring.reward_failures"}
 NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values of checkpoints, with their types; None: where they have it
     **dict.fromkeys(COUNTERS, (*NUMBER, NoneType)), **dict.fromkeys(SAMPLING, NUMBER),
@@ -52,8 +53,7 @@ def counters(trainer: Run) -> dict[str, Any]:
     """The counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: attrgetter(place)(trainer) for key, place in COUNTERS.items()} | {
-        key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
-        "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
+        "evaluations": evaluations,
         "micro_batch": [trainer.config.train.micro_batch, trainer.geometry.micro_batch],
         "generation_batch": [trainer.config.train.generation_batch, trainer.geometry.lowered_generation],
         "first_log_ratio": trainer.first_ratio.max_log_ratio, "rescore": trainer.first_ratio.rescore,
@@ -69,12 +69,15 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
     """The (tensors, values) of a checkpoint as of the end of the last whole epoch; of shards, this process's."""
-    tensors: checkpoint.Tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
-    tensors |= {f"ema/{k}": v for k, v in (trainer.optimization.ema or {}).items()}
     states = {name: part.state() for name, part in stateful(trainer).items()}
-    tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
-    tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimization.optimizer).items()}
+    tensors = trained(trainer, {name: kept for name, (kept, _) in states.items()})
     return tensors, trainer.progress.saved_counters | {name: values for name, (_, values) in states.items()}
+
+
+def trained(trainer: Run, further: Mapping[str, Tensors]) -> Tensors:
+    """The weights, their average and the optimizer's state, and further tensors by name, in a checkpoint's names."""
+    return checkpoint.joined({"weights": trainer.policy.weights.named, "ema": trainer.optimization.ema or {}, **further,
+                              "optimizer": checkpoint.optimizer_tensors(trainer.optimization.optimizer)})
 
 
 def save(trainer: Run, folder: Path, wait: bool = True) -> None:
@@ -222,13 +225,10 @@ def _restore(trainer: Run, folder: Path) -> None:
     for key, place in COUNTERS.items():
         holder, _, name = place.rpartition(".")
         setattr(attrgetter(holder)(trainer) if holder else trainer, name, state.get(key, 0))
-    for key in SAMPLING:
-        setattr(trainer.rollouts, key, state[key])
     for size in ("micro_batch", "generation_batch"):  # as the run lowered them when it was out of memory
         configured, lowered = state.get(size) or (None, None)
         if lowered is not None and configured == getattr(trainer.config.train, size):
             setattr(trainer.geometry, size, lowered)
-    trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.max_log_ratio, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
     if trainer.optimization.scaler.is_enabled() and state.get("loss_scale"):
@@ -246,9 +246,9 @@ def tensors_of(taken: Any) -> Tensors:
 
 
 def record_of(kind: str, step: int, given: Tensors) -> Any:
-    old = types.Scored(**{name.removeprefix("old."): value for name, value in given.items() if name.startswith("old.")})
     rest: dict[str, Any] = {name: value for name, value in given.items() if not name.startswith("old.")}
-    return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}), old=old)
+    return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}),
+                       old=types.Scored(**within(given, "old.")))
 
 
 def store_part(part: Part) -> tuple[Tensors, dict[str, Any]]:
@@ -271,7 +271,3 @@ def restore_part(tensors: Tensors, values: dict[str, Any], rollouts: GroupSample
     return Part(range(*values["groups"]), measured.pop("prompts"), specs[0] if specs else None, transitions,
                 tuple(tensors[f"final.{place}"] for place in range(values["finals"])),
                 seeds=measured.pop("seeds", None), measured=measured)
-
-
-def within(tensors: Tensors, prefix: str) -> Tensors:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

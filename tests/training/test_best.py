@@ -20,8 +20,8 @@ from flowgrpo.export import model_card
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
+from flowgrpo.storage.checkpoint import within
 from flowgrpo.training.best import BestWeights
-from flowgrpo.training.state import within
 from tests.helpers import tiny
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way

@@ -33,7 +33,7 @@ from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.rollouts.base import Outputs
 from flowgrpo.samplers.growth import rescore
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.storage.checkpoint import Tensors, within
 from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.samplers.groups import Independent
@@ -41,7 +41,7 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured
-from flowgrpo.training.state import restore_part, store_part, within
+from flowgrpo.training.state import restore_part, store_part
 from flowgrpo.types import Completion, Scored, unwrap
 
 

@@ -11,13 +11,12 @@ from typing import Any, cast
 from flowgrpo.contrib.features import PartialRolloutKeys
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.storage.checkpoint import Tensors, within
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.completions import TextRollouts
 from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, continue_groups
 from flowgrpo.training import sampling
 from flowgrpo.training.extension import Run
-from flowgrpo.training.state import within
 
 
 class Pool:

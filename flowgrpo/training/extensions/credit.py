@@ -95,9 +95,7 @@ class Recalling:
         self.states, self.prompts, self.of, self.rewards = (
             tensors[key] for key in ("states", "prompts", "of", "rewards"))
         self.fits = int(tensors["fits"])
-        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
-                 if key.startswith("optimizer.")}
-        checkpoint.load_optimizer(self.optimizer, state)
+        checkpoint.load_optimizer(self.optimizer, checkpoint.within(tensors, "optimizer."))
 
 
 class MeasuredCredit(Extension):
