@@ -77,14 +77,7 @@ class TokenWeights(WrappedLoss, GroupLoss):
             return unwrap(compared.new.entropy)
         return -compared.old.logp if self.by == "surprise" else compared.old.logp.exp()
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
-
-    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
-
     def weights(self, compared: CompletionBatch) -> Tensor:
-        """Weight of every token: [b, L]."""
         peers, scaled = unwrap(compared.peers), torch.zeros_like(unwrap(compared.peers).statistic)
         for label in peers.group.unique():
             at = peers.group == label

@@ -5,7 +5,7 @@ the random policy's values, and classification by rewards that are labels.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ ROUNDING = 1e-5  # of a text's log-probability: its replay in a batch of another
 
 
 class WrappedLoss(Surrogate):
-    """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
+    """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one.
+
+    Unless it is overridden, the loss [b, L] is that of the inner one times `weights`.
+    """
 
     surrogate: Surrogate
 
@@ -38,6 +41,16 @@ class WrappedLoss(Surrogate):
     @property
     def high(self) -> float:  # type: ignore[override]
         return self.surrogate.high
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
+        return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
+
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
+
+    def weights(self, compared: CompletionBatch) -> Tensor:
+        """Factor of every token's loss, [b, L]; 0 where it has none of the inner one."""
+        return torch.ones_like(compared.old.logp)
 
 
 @part("surrogate", reads_entropy=True)
@@ -56,9 +69,6 @@ class EntropyBonus(WrappedLoss, GroupLoss):
 
     def over_tokens(self, old: CompletionBatch) -> Tensor:
         return -self.weight * unwrap(old.new.entropy)
-
-    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp)
 
 
 @part("surrogate", reads_entropy=True, reads_groups=True)
@@ -87,12 +97,9 @@ class HighEntropy(WrappedLoss, GroupLoss):
         return unwrap(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp).where(self.token_mask(old), 0.0)
+        return self.surrogate(log_ratio, advantage, old.old.logp).where(self.weights(old), 0.0)
 
-    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & self.token_mask(old)
-
-    def token_mask(self, compared: CompletionBatch) -> Tensor:
+    def weights(self, compared: CompletionBatch) -> Tensor:
         """The trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
         peers = unwrap(compared.peers)
         entropies, group = peers.statistic, peers.group
@@ -137,14 +144,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         mask = compared.new.mask
         return (unwrap(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
-
-    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
-
     def weights(self, compared: CompletionBatch) -> Tensor:
-        """The factor of every token's loss: [b, L]."""
         peers, conflicting = unwrap(compared.peers), torch.zeros_like(compared.mask)
         for label in peers.group.unique():
             at = peers.group == label

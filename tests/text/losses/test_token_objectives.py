@@ -89,12 +89,12 @@ def test_a_groups_most_uncertain_tokens_by_hand():
     part = HighEntropy(share=0.25)
     read = compared(part, entropy)
     expected = [[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0] * 4, [1, 0, 0, 0]]
-    assert part.token_mask(read).tolist() == [[bool(one) for one in row] for row in expected]
+    assert part.weights(read).tolist() == [[bool(one) for one in row] for row in expected]
     loss, plain = part(read.log_ratio, ADVANTAGE[:, None], read), Clip(0.2, 0.28)(read.log_ratio, ADVANTAGE[:, None])
     close(loss, (plain * f64(expected)).tolist())
     some = compared(part, entropy, rows=slice(2, 5))
-    assert torch.equal(part.token_mask(some), part.token_mask(read)[2:])
-    assert HighEntropy(share=1.0).token_mask(read)[MASK].all()
+    assert torch.equal(part.weights(some), part.weights(read)[2:])
+    assert HighEntropy(share=1.0).weights(read)[MASK].all()
 
 
 def test_uncertain_tokens_of_the_better_completion():
@@ -103,13 +103,13 @@ def test_uncertain_tokens_of_the_better_completion():
     part = HighEntropy(share=0.25, by="advantage")
     read = compared(part, entropy)
     expected = [[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0] * 4, [1, 0, 0, 0]]
-    assert part.token_mask(read).tolist() == [[bool(one) for one in row] for row in expected]
+    assert part.weights(read).tolist() == [[bool(one) for one in row] for row in expected]
     assert part.reads_advantages and not HighEntropy().reads_advantages
     # Of 10 tokens and of 3: 1 and 1 in the first epoch, 6 and 2 halfway (0.1 + 0.9 / 2, rounded up), all in the last.
     entropy = f64([[1, 9, 2, 3], [4, 8, 99, 99], [1, 5, 7, 0], [5, 99, 99, 99], [6, 1, 99, 99]])
     part, counts = HighEntropy(share=0.1, last=1.0), []
     for progress in (0.0, 0.5, 1.0):
-        chosen = part.token_mask(replace(compared(part, entropy), progress=progress))
+        chosen = part.weights(replace(compared(part, entropy), progress=progress))
         counts.append((int(chosen[:3].sum()), int(chosen[3:].sum())))
     assert counts == [(1, 1), (6, 2), (10, 3)]
 
