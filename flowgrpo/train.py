@@ -70,7 +70,7 @@ class Trainer:
         self.processes.require_equal(policy.weights.parameters())
         self.optimization = Optimization(config, policy, self.processes, not self.extensions.add_gradients)
         self.kl_reference = make_reference(config.train, self.method, policy, self.memory)
-        self.first_ratio = FirstRatio.for_rollouts(self.rollouts)
+        self.first_ratio = FirstRatio(self.rollouts)
         self.epoch = 0
         self.progress = Progress.begin(policy, self.processes, extensions.best_weights(config, self.method))
         self.progress.saved_counters = state.counters(self)

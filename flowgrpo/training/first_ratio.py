@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.objectives.ratios import LogRatio, PlainRatio
-from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.objectives.ratios import PlainRatio
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -25,29 +24,23 @@ class FirstRatio:
 
     max_log_ratio: the largest first |log ratio|; None before the check.
     rescore: old scores are recomputed.
-    rollouts: replay a part.
+    rollouts: replay a part; texts have no upper bound of rounding.
     exact: largest difference of log-probabilities of replay and rollout in fp32, unless the batch's size makes more;
         None in other precisions, whose limit is a tenth of the clip range, for the method's own log-ratio.
     most: upper bound of rounding errors of a log-probability.
     clip: narrower side of the clip range, None without one.
     """
 
-    def __init__(self, rollouts: GroupSampler[Any], clip: Surrogate, exact: float | None, most: float = math.inf,
-                 log_ratio: LogRatio = PlainRatio()):
-        self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, exact
-        self.log_ratio = PlainRatio() if exact else log_ratio
-        self.most, narrow = most, min(clip.low, clip.high)
+    def __init__(self, rollouts: GroupSampler[Any]):
+        loss = rollouts.method.loss
+        self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, rollouts.exact
+        self.log_ratio = PlainRatio() if self.exact else loss.log_ratio
+        self.most = math.inf if rollouts.policy.unit == "tokens" else ROUNDED
+        narrow = min(loss.surrogate.low, loss.surrogate.high)
         self.clip = narrow if narrow < math.inf else None
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.max_log_ratio: float | None = None
         self.rescore = False
-
-    @classmethod
-    def for_rollouts(cls, rollouts: GroupSampler[Any]) -> FirstRatio:
-        """Texts have no upper bound of rounding."""
-        policy, loss = rollouts.policy, rollouts.method.loss
-        return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.unit == "tokens" else ROUNDED,
-                   loss.log_ratio)
 
     def __call__(self, parts: list[Part], conditioning: Encoded, log: Callable[[str], None]) -> list[Part]:
         """The parts, with old scores that agree with the replay; only the first batch of a run is checked.

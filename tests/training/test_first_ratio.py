@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
+from flowgrpo.methods import Method, preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import Clip
 from flowgrpo.training import sampling
@@ -22,9 +22,11 @@ from tests.helpers import loop, tiny
     (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).loss.surrogate, 1e-5),
 ])
 def test_limits_by_hand(surrogate, limit):
-    rollouts = SimpleNamespace(processes=Processes())  # nothing is replayed here
-    assert FirstRatio(rollouts, surrogate, exact=1e-6).limit == 1e-6
-    assert FirstRatio(rollouts, surrogate, exact=None).limit == pytest.approx(limit)
+    rollouts = SimpleNamespace(processes=Processes(), exact=1e-6, policy=SimpleNamespace(unit="images"),
+                               method=Method().having(surrogate=surrogate))  # nothing is replayed here
+    assert FirstRatio(rollouts).limit == 1e-6
+    rollouts.exact = None
+    assert FirstRatio(rollouts).limit == pytest.approx(limit)
 
 
 def bf16(**options):
