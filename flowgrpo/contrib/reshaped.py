@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ SIDES = ("negative", "positive", "both")
 AGAINST = ("reference", "group")
 
 
+@part()
 class Reshaped(AdvantageRule):
     """Advantage over another one: base class."""
 
-    advantage: AdvantageRule
-    further: tuple[str, ...] = ()  # `needs` besides those of the inner one
+    further: ClassVar[tuple[str, ...]] = ()  # `needs` besides those of the inner one
+    advantage: AdvantageRule = STANDARDISED
 
     @property
     def single(self) -> bool:  # type: ignore[override]
@@ -78,7 +79,6 @@ class Difficulty(Reshaped):
     (RewardMap, 2510.02240); 1 without it. VITAL's own curve is not known to us.
     """
 
-    advantage: AdvantageRule = STANDARDISED
     curve: Annotated[str, OneOf(CURVES)] = "exp"
     power: Annotated[float, Above(0)] = 1.0
     task: str | None = None
@@ -132,7 +132,6 @@ class Confidence(Reshaped):
     ACE's numerator is the present policy, here the one that drew the sample, which is the same at the first update.
     """
 
-    advantage: AdvantageRule = STANDARDISED
     alpha: Annotated[float, AtLeast(0)] = 1.0
     side: Annotated[str, OneOf(SIDES)] = "negative"
     against: Annotated[str, OneOf(AGAINST)] = "reference"
@@ -165,7 +164,6 @@ class Unconfident(Reshaped):
     paper, bounds nothing.
     """
 
-    advantage: AdvantageRule = STANDARDISED
     alpha: Annotated[float, AtLeast(0)] = 0.3
     right: float = 0.5
     kappa: Annotated[float, AtLeast(0)] = 0.0
@@ -191,7 +189,6 @@ class Consistency(Reshaped):
     losses, which is the same for a loss that is linear in the advantage; its weight is another function of the entropy.
     """
 
-    advantage: AdvantageRule = STANDARDISED
     clamp: Annotated[float, Above(0)] = 5.0
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 
 
+@dataclass(eq=False)
 class EpochBatch:
     """Groups of all processes so far, P of them in the order of drawing.
 
@@ -28,21 +30,19 @@ class EpochBatch:
     A method that samples a prompt several times has more groups than prompts, and one turn.
     """
 
-    def __init__(self, pool: Sequence[Prompt], epoch: int, epochs: int, seed: int, processes: Processes,
-                 memory: dict[str, Any] | None = None):
-        self.memory = {} if memory is None else memory
-        self.pool = pool
-        self.epoch = epoch
-        self.epochs = epochs
-        self.seed = seed
-        self.processes = processes
-        self.prompts: list[Prompt] = []
-        self.turns: list[range] = []
-        self.diversity: list[float] | None = None
-        self.norms: list[Tensor] | None = None
-        self.replaced: set[int] = set()
-        self._scores: list[Tensor] = []
-        self._totals: list[Tensor] = []
+    pool: Sequence[Prompt]
+    epoch: int
+    epochs: int
+    seed: int
+    processes: Processes
+    memory: dict[str, Any] = field(default_factory=dict)
+    prompts: list[Prompt] = field(default_factory=list)
+    turns: list[range] = field(default_factory=list)
+    diversity: list[float] | None = None
+    norms: list[Tensor] | None = None
+    replaced: set[int] = field(default_factory=set)
+    _scores: list[Tensor] = field(default_factory=list)
+    _totals: list[Tensor] = field(default_factory=list)
 
     @property
     def turn(self) -> int:

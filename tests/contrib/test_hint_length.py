@@ -28,7 +28,7 @@ def logit(rate: float) -> float:
 
 
 def drawn(prompts: list[Prompt], totals: list[list[float]], epoch: int = 0, memory=None) -> EpochBatch:
-    found = EpochBatch([LED, PLAIN], epoch, 10, 0, Processes(), memory)
+    found = EpochBatch([LED, PLAIN], epoch, 10, 0, Processes(), {} if memory is None else memory)
     found.add(prompts, torch.tensor(totals)[..., None], torch.tensor(totals))
     return found
 
