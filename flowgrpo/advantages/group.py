@@ -137,16 +137,22 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
         present = rewards[rows]
         values = present[~present.isnan()]
         if len(values):
-            # The stored history holds the epochs before, and this epoch's first call.
-            entry = seen.setdefault(prompt, {"epoch": context.run.epoch, "past": [], "present": values.tolist()})
-            if entry["epoch"] != context.run.epoch:
-                past = (entry["past"] + entry["present"])[-buffer:]
-                entry = seen[prompt] = {"epoch": context.run.epoch, "past": past, "present": values.tolist()}
-            history = values.new_tensor((entry["past"] + values.tolist())[-buffer:])
+            past = epochs_before(seen, prompt, context.run.epoch, values.tolist(), buffer)
+            history = values.new_tensor((past + values.tolist())[-buffer:])
             known = history if len(history) >= least else everything
             if not zero_variance(known[None]):
                 advantages[rows] = (present - known.mean()) / (known.std(correction=0) + 1e-6)
     return advantages.masked_fill(rewards.isnan(), 0)
+
+
+def epochs_before(seen: dict[str, Any], prompt: str, epoch: int, present: list[Any], most: int) -> list[Any]:
+    """The last `most` entries of a prompt from the epochs before. seen: the memory, in which the first call of an epoch
+    stores its own, `present`."""
+    entry = seen.setdefault(prompt, {"epoch": epoch, "past": [], "present": present})
+    if entry["epoch"] != epoch:
+        past = (entry["past"] + entry["present"])[-most:]
+        entry = seen[prompt] = {"epoch": epoch, "past": past, "present": present}
+    return entry["past"]  # type: ignore[no-any-return]  # JSON
 
 
 def combine(rewards: Tensor, weights: Tensor | Sequence[float], scale: str = "group", order: str = "advantages",

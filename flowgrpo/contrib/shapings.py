@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import rows_of, weighted_sum
+from flowgrpo.advantages.group import epochs_before, rows_of, weighted_sum
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Completions, Context, unwrap
@@ -87,13 +87,8 @@ class Episodic(Shaping):
         for prompt, rows in rows_of(context.groups.prompts).items():
             known = ~(described[rows].isnan().any(2) | total[rows].isnan())
             now, won = described[rows][known], total[rows][known] >= self.right
-            # The samples of earlier epochs; those of this one are stored.
             present = torch.cat([now, won[:, None].to(now)], 1).tolist()
-            entry = memory.setdefault(prompt, {"epoch": run.epoch, "past": [], "present": present})
-            if entry["epoch"] != run.epoch:
-                known_before = (entry["past"] + entry["present"])[-self.size:]
-                entry = memory[prompt] = {"epoch": run.epoch, "past": known_before, "present": present}
-            past = torch.tensor(entry["past"]).view(-1, len(columns) + 1)
+            past = torch.tensor(epochs_before(memory, prompt, run.epoch, present, self.size)).view(-1, len(columns) + 1)
             bonus[rows] = torch.zeros_like(bonus[rows]).masked_scatter(known, self.bonuses(now, past).to(bonus))
         return (total + bonus)[..., None]
 

@@ -167,7 +167,7 @@ def set_aside(folder: Path) -> Path | None:
                         "one another name, or --resume that one") from None
 
 
-def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> None:
+def keep_lines(path: Path, epoch: int) -> None:
     """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off.
     A damaged last line is moved to NAME.damaged and reported. Raises UserError for another damaged line."""
     if not path.exists():
@@ -177,7 +177,7 @@ def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> No
     if lines and "epoch" not in _row(lines[-1]):
         aside = path.with_name(f"{path.name}.damaged")
         atomic.append_line(aside, lines.pop().decode("utf-8", "backslashreplace"))
-        log(f"{path}: the last line is damaged: it is now in {aside.name}")
+        print(f"{path}: the last line is damaged: it is now in {aside.name}")
         atomic.write_bytes(path, b"".join(line + b"\n" for line in lines))
     read_lines(path, "epoch")  # raises
     kept = b"".join(line + b"\n" for line in lines if _row(line).get("epoch", 0) <= epoch)

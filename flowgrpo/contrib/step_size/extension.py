@@ -23,7 +23,7 @@ from flowgrpo.contrib.features import PhaseKeys
 from flowgrpo.contrib.step_size.signals import Reading, Tokens, Velocity
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
-from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.nouns import quantity
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
@@ -174,9 +174,7 @@ class StepSize(Extension):
                  "phases that set train.lr": any("train.lr" in phase.set for phase in PhaseKeys.read(config).phases),
                  "memory.shard": bool(config.memory.shard),
                  "memory.context_parallel": config.memory.context_parallel > 1}
-        for reason in (reason for reason, applies in wrong.items() if applies):
-            raise UserError(f"train.lr is auto, which does not go with {reason}: set train.lr to a number, or leave "
-                            "the other out")
+        require_compatible("train.lr is auto", wrong, ": set train.lr to a number, or leave the other out")
 
     def on_credited(self, epoch: Epoch) -> None:
         """Choose the decisions that an epoch's updates are measured by."""
