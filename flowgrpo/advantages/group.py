@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -287,9 +287,6 @@ def weights_like(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
     return weights
 
 
-POOLED_SCALES = ("group", "none", "leave_one_out")
-
-
 @part("advantage")
 class Pooled(AdvantageRule):
     """`group_relative` of the weighted sum, with all groups of one prompt in an epoch as one group.
@@ -297,7 +294,7 @@ class Pooled(AdvantageRule):
     For an epoch that samples a prompt several times, such as that of `Knapsack` (2509.25849).
     """
 
-    scale: Annotated[str, OneOf(POOLED_SCALES)] = "group"
+    scale: Literal["group", "none", "leave_one_out"] = "group"
     clamp: Clamp = math.inf
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:

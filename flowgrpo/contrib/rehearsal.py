@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import reduce_loss
-from flowgrpo.parts import Above, OneOf, part
+from flowgrpo.parts import Above, part
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
 from flowgrpo.training.epoch import Epoch
@@ -92,9 +92,6 @@ class RehearsedSamples(Extension):
         return {"rehearsal": self.processes.gather(torch.stack(means).mean()[None]).sum().item()} if means else {}
 
 
-DIVERGENCES = ("forward_kl", "js", "alpha")
-
-
 @part("rehearsal")
 class Rehearsal:
     """weight * D(policy, base), an f-divergence: it covers all modes of the base model, on samples that the base
@@ -110,7 +107,7 @@ class Rehearsal:
     """
 
     weight: Annotated[float, Above(0, below=math.inf)] = 0.1
-    divergence: Annotated[str, OneOf(DIVERGENCES)] = "forward_kl"
+    divergence: Literal["forward_kl", "js", "alpha"] = "forward_kl"
     alpha: float = 0.2
     least: float | None = None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Clip, Origin, Surrogate
-from flowgrpo.parts import Above, AtLeast, OneOf, part
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.text.losses import WrappedLoss
 from flowgrpo.types import CompletionBatch, unwrap
 
@@ -43,9 +43,6 @@ class PolicyShaping(WrappedLoss):
         return (old.guided | old.answers)[:, None]
 
 
-KINDS = ("entropy", "surprise", "probability", "disagreement")
-
-
 @part("surrogate", reads_groups=True)
 class TokenWeights(WrappedLoss, GroupLoss):
     """Surrogate loss times 1 + strength * z, z the information of a token from 0 to 1, [B, L].
@@ -62,7 +59,7 @@ class TokenWeights(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    by: Annotated[str, OneOf(KINDS)] = "disagreement"
+    by: Literal["entropy", "surprise", "probability", "disagreement"] = "disagreement"
     strength: Annotated[float, AtLeast(-1, below=math.inf)] = 1.0
 
     @property

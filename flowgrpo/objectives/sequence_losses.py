@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.parts import Above, AtLeast, OneOf, part
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, unwrap
 
 
@@ -202,9 +202,6 @@ def over_group(values: Tensor, group: Tensor) -> Tensor:
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
 
 
-FORMS = ("logistic", "squared", "hinge")
-
-
 @part("surrogate", reads_groups=True, reads_advantages=True, jointly={"beta smoothing": "above 0, and 0 to 1/2"})
 class PairLoss(SampleLoss):
     """Loss of preference pairs, [B, N]: the mean over the pairs of a group with different advantages of f(h), h = beta
@@ -226,7 +223,7 @@ class PairLoss(SampleLoss):
     """
 
     beta: Annotated[float, Above(0)] = 0.1
-    form: Annotated[str, OneOf(FORMS)] = "logistic"
+    form: Literal["logistic", "squared", "hinge"] = "logistic"
     mean: bool = False
     reference: bool = True
     smoothing: Annotated[float, AtLeast(0, below=0.5)] = 0.0
