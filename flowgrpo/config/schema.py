@@ -9,7 +9,7 @@ run again unchanged.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -146,6 +146,15 @@ class Config(Section):
     @property
     def folder(self) -> Path:
         return Path(self.output) / self.name
+
+    def having(self, values: Mapping[str, Any]) -> Config:
+        """Configuration with other values of dotted keys such as `memory.vae`, which are not validated."""
+        config = self
+        for name, value in values.items():
+            section, _, key = name.rpartition(".")
+            config = config.model_copy(update={
+                section: getattr(config, section).model_copy(update={key: value})} if section else {key: value})
+        return config
 
     def yaml(self) -> str:
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -245,15 +245,16 @@ class OnePassDryRun(DryRun):
     def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
         if OnePassKeys.read(config).one_pass != AUTO:
             return config
-        held, goes = _with(config, True), not any(extensions.obstacles(OnePass, setup_of(config, processes)))
-        return held if goes and fits(held) else _with(config, False)
+        held = config.having({"train.one_pass": True})
+        goes = not any(extensions.obstacles(OnePass, setup_of(config, processes))) and fits(held)
+        return held if goes else config.having({"train.one_pass": False})
 
     def require(self, config: Config, processes: int) -> None:
         if OnePassKeys.read(config).one_pass is True:
             extensions.require(OnePass, setup_of(config, processes))
 
     def run(self, config: Config) -> Config:
-        return _with(config, False)
+        return config.having({"train.one_pass": False})
 
     def count(self, phases: dict[str, Any], calls: Any, times: float) -> None:
         for name in (name for name in self.holding if name in phases):
@@ -266,10 +267,6 @@ class OnePassDryRun(DryRun):
         update.kernels -= round(forwards.kernels * times)
         update.traffic -= forwards.traffic * times
         update.waits.subtract({reason: round(count * times) for reason, count in forwards.waits.items()})
-
-
-def _with(config: Config, one_pass: bool) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"one_pass": one_pass})})
 
 
 def setup_of(config: Config, processes: int) -> Setup:
@@ -302,8 +299,8 @@ def _graph_bytes(trainer: Run) -> float:
     conditioning = encode(*encodable([prompt], config.negative_prompt))
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
-    share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}
-    own = config.model_copy(update={"train": config.train.model_copy(update=share)})
+    own = config.having({"train.prompts": math.ceil(config.train.prompts / trainer.processes.count),
+                         "train.one_pass": True})
     phases = memory.memory(policy, own, conditioning, reward_memory.on_device(sizes, policy.device))
     policy.evaluations = before
     torch.set_rng_state(states)

@@ -303,14 +303,14 @@ class OnSibling(Extension):
 
     def _few_steps(self, own: Any) -> Any:
         """Rollouts of the sibling on its own grid. Raises UserError where the method does not go with so few steps."""
-        trainer = self.trainer
-        train = trainer.config.train.model_copy(update={"steps": self.sibling.steps, "grid": "stock",
-                                                        "guidance": self.sibling.guidance})
+        trainer, sibling = self.trainer, self.sibling
+        config = trainer.config.having({"train.steps": sibling.steps, "train.grid": "stock",
+                                        "train.guidance": sibling.guidance})
         try:
-            return type(own)(trainer.config.model_copy(update={"train": train}), self.policy, trainer.method,
-                             trainer.geometry, trainer.processes, trainer.clock, first=trainer.prompts[0])
+            return type(own)(config, self.policy, trainer.method, trainer.geometry, trainer.processes, trainer.clock,
+                             first=trainer.prompts[0])
         except (UserError, ValueError) as error:
-            raise UserError(f"train.sibling: replay at {self.sibling.steps} steps: {error}") from error
+            raise UserError(f"train.sibling: replay at {sibling.steps} steps: {error}") from error
 
     def on_stepped(self) -> None:
         layers: Any = self.policy.weights.layers() if self.spans else {}

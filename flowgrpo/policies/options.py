@@ -211,7 +211,7 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
     """
     if config.text.generates == "image" and "guidance" not in config.eval.model_fields_set:
         scale = config.train.guidance
-        config = config.model_copy(update={"eval": config.eval.model_copy(update={"guidance": scale})})
+        config = config.having({"eval.guidance": scale})
         return fitting(config, loaded)[0], f"eval.guidance {scale:g}, that of the rollout (train.guidance)"
     # A name that may be of the hub costs a request: only one with a slash is asked for.
     if "method" not in config.model_fields_set:
@@ -225,8 +225,8 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
     given = config
     if card := EVAL.get(config.model):
         own = {"steps": card["num_inference_steps"], "guidance": card["guidance"]}
-        config = config.model_copy(update={"eval": config.eval.model_copy(update={
-            key: value for key, value in own.items() if key not in config.eval.model_fields_set})})
+        config = config.having({f"eval.{key}": value for key, value in own.items()
+                                if key not in config.eval.model_fields_set})
     # What the model says of its steps wins over defaults, never over what is given.
     facts = few_steps.ahead(config.model, config.load) if loaded is None else few_steps.of_pipe(
         loaded, config.model, config.load)

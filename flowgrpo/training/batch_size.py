@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,22 +40,13 @@ def check_samples(setup: Setup) -> None:
     require_generators(min(held_out.prompts, len(setup.split[1])) * held_out.samples, "samples of an evaluation")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Chosen settings, and the bytes that they are estimated to take."""
-
-    micro_batch: int
-    checkpointing: float
-    size: float
-
-
-def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate: Estimate) -> Choice | None:
-    """The largest micro-batch that fits `room` bytes with the first share of blocks with which one does; None without.
-    """
+def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate: Estimate) -> tuple[int, float] | None:
+    """The largest micro-batch that fits `room` bytes with the first share of blocks with which one does, and that
+    share; None without."""
     for share in shares:
         fitting = [size for size in sizes if estimate(size, share) <= room]
         if fitting:
-            return Choice(max(fitting), share, estimate(max(fitting), share))
+            return max(fitting), share
     return None
 
 
@@ -88,17 +79,17 @@ def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Proc
                         f"{estimate(min(sizes), shares[-1]) / GIB:.3g} GiB, and {MOST:.0%} of the free memory are "
                         f"{room / GIB:.3g}: take one of the options that docs/performance.md lists in order, or a "
                         "larger device")
+    micro_batch, share = chosen
     if train.checkpointing == AUTO and len(shares) > 1:
-        policy.checkpoint(chosen.checkpointing)
+        policy.checkpoint(share)
     if processes.first:
-        share, larger = chosen.checkpointing, [size for size in sizes if size > chosen.micro_batch]
+        larger = [size for size in sizes if size > micro_batch]
         more = f"; {larger[0]} would take {estimate(larger[0], share) / GIB:.3g}" if larger else ""
         without = f"; with less checkpointing not even {min(sizes)} fits" if share else ""
-        print(f"train.micro_batch: {chosen.micro_batch}, train.checkpointing: {str(_key(share)).lower()} (auto: "
-              f"{chosen.size / GIB:.3g} GiB of {room / GIB:.3g}, {MOST:.0%} of the free memory{more}{without})",
-              flush=True)
-    keys = {"micro_batch": chosen.micro_batch, "checkpointing": _key(chosen.checkpointing)}
-    return config.model_copy(update={"train": train.model_copy(update=keys)})
+        print(f"train.micro_batch: {micro_batch}, train.checkpointing: {str(_key(share)).lower()} (auto: "
+              f"{estimate(micro_batch, share) / GIB:.3g} GiB of {room / GIB:.3g}, {MOST:.0%} of the free memory{more}"
+              f"{without})", flush=True)
+    return config.having({"train.micro_batch": micro_batch, "train.checkpointing": _key(share)})
 
 
 def _key(share: float) -> bool | float:
@@ -118,8 +109,7 @@ def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estim
 
     def phases(rows: int) -> dict[str, dict[str, int]]:
         # Completions that are drawn at once become as few as the rows of a micro-batch where memory runs out.
-        train = config.train.model_copy(update={"micro_batch": rows, "generation_batch": rows})
-        return memory(policy, config.model_copy(update={"train": train}), conditioning)
+        return memory(policy, config.having({"train.micro_batch": rows, "train.generation_batch": rows}), conditioning)
 
     # Two measurements fix each phase's line: what it costs at all, and what a row adds.
     once, twice = ({name: sum(parts.values()) for name, parts in phases(rows).items()} for rows in (1, 2))

@@ -39,7 +39,7 @@ def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
         if got != type(group).model_fields[name].default:
             raise UserError(f"{key} is {got} in the recipe, but accelerate was configured for {value}: make them equal,"
                             " or leave the key out")
-        config = config.model_copy(update={section: group.model_copy(update={name: value})})
+        config = config.having({key: value})
         lines.append(f"{key}: {str(value).lower()} (from accelerate's configuration)")
     return config, lines
 
@@ -56,11 +56,10 @@ def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Ac
     side: Any = Side(accelerator, max(samplers)) if any(samplers) else accelerator
     resumes = run_folder.resumes(config, accelerator, resume)
     # A resumed run goes on with what `auto` chose when it began; the first process chooses the precision for all.
-    file, train = config.folder / "config.yaml", config.train
+    file = config.folder / "config.yaml"
     if (began := load(file) if resumes and file.is_file() else None) is not None:
-        chosen = {key: getattr(began.train, key) for key in ("micro_batch", "checkpointing")
-                  if getattr(train, key) == AUTO}
-        config = config.model_copy(update={"train": train.model_copy(update=chosen)})
+        config = config.having({f"train.{key}": getattr(began.train, key) for key in ("micro_batch", "checkpointing")
+                                if getattr(config.train, key) == AUTO})
     precision = None if began is None else began.precision
     config, told = run_folder.of_first(
         accelerator, lambda: resolve_precision(config, device, setup.loaded, precision))

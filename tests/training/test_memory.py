@@ -27,7 +27,7 @@ from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.train import Trainer
 from flowgrpo.training import memory, reward_memory, state
-from flowgrpo.training.batch_size import Choice, choose, measure_estimate, micro_batches
+from flowgrpo.training.batch_size import choose, measure_estimate, micro_batches
 from tests.helpers import tiny, tiny_text
 
 
@@ -159,14 +159,14 @@ def estimate(rows: int, share: float) -> float:
 
 
 @pytest.mark.parametrize("room, shares, expected", [
-    (100, (0.0, 0.5, 1.0), Choice(8, 0.0, 42.0)),
-    (42, (0.0, 0.5, 1.0), Choice(8, 0.0, 42.0)),
-    (41, (0.0, 0.5, 1.0), Choice(4, 0.0, 26.0)),
-    (14, (0.0, 0.5, 1.0), Choice(1, 0.0, 14.0)),  # with checkpointing 2 would fit
-    (13, (0.0, 0.5, 1.0), Choice(1, 0.5, 12.5)),
-    (12, (0.0, 0.5, 1.0), Choice(2, 1.0, 12.0)),
+    (100, (0.0, 0.5, 1.0), (8, 0.0)),
+    (42, (0.0, 0.5, 1.0), (8, 0.0)),
+    (41, (0.0, 0.5, 1.0), (4, 0.0)),
+    (14, (0.0, 0.5, 1.0), (1, 0.0)),  # with checkpointing 2 would fit
+    (13, (0.0, 0.5, 1.0), (1, 0.5)),
+    (12, (0.0, 0.5, 1.0), (2, 1.0)),
     (10, (0.0, 0.5, 1.0), None),
-    (30, (1.0,), Choice(8, 1.0, 18.0)),  # checkpointing: true in the recipe
+    (30, (1.0,), (8, 1.0)),  # checkpointing: true in the recipe
 ])
 def test_the_largest_micro_batch_with_the_least_checkpointing(room, shares, expected):
     assert choose([1, 2, 4, 8], shares, room, estimate) == expected

@@ -143,8 +143,7 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
     if not trained:
         return {}
     (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head
-    known = {"train": config.train.model_copy(update={"epochs": epochs})}
-    return run(config.model_copy(update=known), True,
+    return run(config.having({"train.epochs": epochs}), True,
                functions={REWARD: preference.reward_factory(folder / REWARD, None)()})
 
 

@@ -213,9 +213,7 @@ class Plan:
             "eval.prompts": min(self.request.prompts or count, count)})
 
     def trial(self, entry: Entry) -> Config:
-        config = self._config(entry, entry.settings, 0)
-        train = config.train.model_copy(update={"epochs": 2})
-        return self._with_folder(entry, config.model_copy(update={"train": train}), "trials")
+        return self._with_folder(entry, self._config(entry, entry.settings, 0).having({"train.epochs": 2}), "trials")
 
     def run(self, entry: Entry, seed: int, column: str, lr: float = 1.0, clip: float = 1.0) -> Run:
         """Run of a method, with factors on its learning rate and clip."""

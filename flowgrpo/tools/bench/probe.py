@@ -76,7 +76,7 @@ def final_measures(folder: Path) -> dict[str, Any]:
     """
     config = parse.load(folder / "config.yaml")
     if models.MODELS[config.model].process == "tokens":  # greedy samples of a prompt are equal
-        config = config.model_copy(update={"text": config.text.model_copy(update={"eval_temperature": 1.0})})
+        config = config.having({"text.eval_temperature": 1.0})
     trainer, folders = trainer_of(config), checkpoints(folder / "checkpoints")
     assert folders, f"{folder} has no checkpoint"
     prompts = spread(trainer.held_out, min(PROMPTS, config.eval.prompts))

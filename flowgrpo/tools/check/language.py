@@ -95,9 +95,8 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
 
 
 def _brief(config: Config) -> Config:
-    return config.model_copy(update={
-        "text": config.text.model_copy(update={"max_tokens": TOKENS, "truncated": "keep"}),
-        "train": config.train.model_copy(update={"prompts": 1, "group": GROUP, "micro_batch": GROUP, "updates": 1})})
+    return config.having({"text.max_tokens": TOKENS, "text.truncated": "keep", "train.prompts": 1,
+                          "train.group": GROUP, "train.micro_batch": GROUP, "train.updates": 1})
 
 
 def _reader(policy: CausalLM) -> dict[str, Any]:

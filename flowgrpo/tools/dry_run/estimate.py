@@ -231,22 +231,13 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 
-def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """Recipe with other values of options such as `memory.vae`."""
-    for name, value in options.items():
-        section, key = name.split(".")
-        inner = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: inner})
-    return config
-
-
 def with_precision(config: Config, wrong: dict[str, bool], of: str = "") -> Config:
     """Recipe with a precision. wrong: by name, whether what a dry run does not cover applies. Raises UserError for it.
     """
     for name, applies in (wrong | {"precision: fp16 (say bf16)": config.precision == "fp16"}).items():
         if applies:
             raise UserError(f"a dry run{of} does not cover {name}: leave --gpu out")
-    return config.model_copy(update={"precision": "bf16"}) if config.precision == AUTO else config
+    return config.having({"precision": "bf16"}) if config.precision == AUTO else config
 
 
 def _prepare_recipe(config: Config) -> Config:
@@ -260,7 +251,7 @@ def _prepare_recipe(config: Config) -> Config:
     if not config.image.sizes:
         return config
     height, width = max(config.image.sizes, key=math.prod)
-    return with_options(config, {"image.height": height, "image.width": width, "image.sizes": []})
+    return config.having({"image.height": height, "image.width": width, "image.sizes": []})
 
 
 def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
@@ -270,9 +261,8 @@ def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
     parts = config.parts
     if "preview" in parts:  # its quantised copies need values
         parts = parts | {"preview": parts["preview"] | {"precision": "full"}}
-    return with_options(config.model_copy(update={"parts": parts, "cache": None}), {
-        "train.prompts": prompts, "train.compile": False, "train.optimizer": "adamw", "memory.shard": False,
-        "adapter.init": None})
+    return config.having({"parts": parts, "cache": None, "train.prompts": prompts, "train.compile": False,
+                          "train.optimizer": "adamw", "memory.shard": False, "adapter.init": None})
 
 
 def _image(policy: Any, folder: Path) -> str | None:

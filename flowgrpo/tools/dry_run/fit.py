@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
 from flowgrpo.policies.build import IMAGE_TOKENS, kind
 from flowgrpo.tools.dry_run import profiles
-from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run, with_options
+from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
 # Those of features come before them.
@@ -57,18 +57,18 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
     settings: dict[str, Any] = {}
     refused: set[tuple[str, Any]] = set()
     while above := estimate.above(gpu.room):
-        option = next((option for option in _options(with_options(config, settings), above)
+        option = next((option for option in _options(config.having(settings), above)
                        if option not in refused and (option[0] != "memory.rewards" or estimate.rewards)), None)
         if option is None:
             return settings, estimate
         try:
             trial = settings | dict([option])
-            estimate, settings = epoch(with_options(config, trial), gpu, processes), trial
+            estimate, settings = epoch(config.having(trial), gpu, processes), trial
         except UserError:  # an autoencoder without slices, a micro-batch that does not divide
             refused.add(option)
     for name in list(settings)[:-1]:
         without = {key: value for key, value in settings.items() if key != name}
-        trial_estimate = epoch(with_options(config, without), gpu, processes)
+        trial_estimate = epoch(config.having(without), gpu, processes)
         if not trial_estimate.above(gpu.room):
             estimate, settings = trial_estimate, without
     return settings, estimate
@@ -109,7 +109,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
         wholes = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
         for size in [*parts, *wholes]:
             with suppress(UserError):  # of a size that the optimizer steps do not go with
-                geometry(with_options(config, {"train.micro_batch": size}).train, processes)
+                geometry(config.having({"train.micro_batch": size}).train, processes)
                 sizes.append(size)
     best: list[tuple[float, int, bool]] = []
     for setting in checkpointing:
@@ -117,7 +117,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
         def above(size: int) -> bool:
             options = {"train.micro_batch": size, "train.checkpointing": setting}
-            estimates[size] = epoch(with_options(config, options), GPUS["H100"], processes, pipe)
+            estimates[size] = epoch(config.having(options), GPUS["H100"], processes, pipe)
             return bool(estimates[size].above(room))
 
         fitting = bisect.bisect_left(sizes, True, key=above)
@@ -142,4 +142,4 @@ def _batch(config: Config, gpu: GPU, processes: int) -> Config:
     shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
     chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
     least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
-    return with_options(config, {f"train.{key}": value for key, value in (chosen or least).items()})
+    return config.having({f"train.{key}": value for key, value in (chosen or least).items()})

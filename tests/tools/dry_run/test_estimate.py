@@ -69,7 +69,7 @@ def test_phases_and_reward_models_of_an_epoch(model):
     options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
     assert dry_run(options).rewards == 2 * 4 * 0.986e9
     assert dry_run(options).peak > 2 * 4 * 0.986e9
-    left = dry_run(fit.with_options(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
+    left = dry_run(options.having({"memory.rewards": "cpu"}))  # after an epoch is scored
     assert left.away == {"encode", "update"} and left.peak_bytes("encode") == left.phases["encode"].allocated
     assert left.peak == left.rewards + max(left.phases[name].allocated for name in left.phases.keys() - left.away)
 
@@ -258,7 +258,7 @@ def test_settings_that_fit_or_nothing(model):
     recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__micro_batch=8, train__group=8,
                     memory__encoders="cpu", memory__vae="sliced")
     counts = dry_run(recipe)
-    less = dry_run(fit.with_options(recipe, {"train.checkpointing": True}))
+    less = dry_run(recipe.having({"train.checkpointing": True}))
     assert less.peak < counts.peak
     found, estimated = fit.nearest_settings(recipe, gpu((less.peak + counts.peak) / 2), counts)
     assert found == {"train.checkpointing": True} and estimated.peak == less.peak
@@ -270,7 +270,7 @@ def test_settings_that_fit_or_nothing(model):
 
 def test_batch_settings_are_the_largest_that_fit(model):
     recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__group=8, train__steps=3)
-    peaks = {size: dry_run(fit.with_options(recipe, {"train.micro_batch": size})).peak for size in (2, 8)}
+    peaks = {size: dry_run(recipe.having({"train.micro_batch": size})).peak for size in (2, 8)}
     assert peaks[2] < peaks[8]
     assert fit.batch_settings(recipe, peaks[8], micro_batches=(2, 8)) == {"micro_batch": 8, "checkpointing": False}
     assert fit.batch_settings(recipe, 1000, micro_batches=(2,), checkpointing=(True,)) is None
@@ -278,7 +278,7 @@ def test_batch_settings_are_the_largest_that_fit(model):
     assert fit.batch_settings(recipe, peaks[2], pipe, micro_batches=(2, 8), checkpointing=(False,)) == {
         "micro_batch": 2, "checkpointing": False}
     assert not pipe.transformer.proj_out.weight.is_meta and not hasattr(pipe.transformer, "peft_config")
-    auto = fit.with_options(recipe, {"train.micro_batch": "auto"})
+    auto = recipe.having({"train.micro_batch": "auto"})
     assert fit.settle(auto, gpu(peaks[8])).train.micro_batch == 8 and fit.settle(recipe, gpu(peaks[8])) is recipe
     assert fit.settle(auto, gpu(2**16)).train.micro_batch == 1, "the least, where nothing fits"
 
