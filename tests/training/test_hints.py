@@ -10,7 +10,6 @@ from flowgrpo.contrib.reward_weights import Influence
 from flowgrpo.methods import preset
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.tools.check.tiny import make
-from flowgrpo.tools.check.tiny.images import flux
 from flowgrpo.tools.check.tiny.parts import flux_transformer
 from flowgrpo.training import loading
 from flowgrpo.training.extensions import rewards
@@ -34,7 +33,7 @@ def told(pipe, method="mix_grpo", **given):
 
 
 def test_a_model_that_only_its_weights_show_to_be_of_few_steps_is_hinted_at():
-    schnell = flux(transformer=flux_transformer(guidance_embeds=False))
+    schnell = tiny.flux(transformer=flux_transformer(guidance_embeds=False))
     assert told(schnell) == [
         "hint: m is taken for a model of few steps (its transformer has no guidance, as that of FLUX schnell), whose "
         "steps and guidance are not those of other models: --train.steps=4 --eval.steps=4 --eval.guidance=1, or those "

@@ -26,7 +26,6 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, is_reserved, parse
-from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
 from tests.helpers import tiny
@@ -427,7 +426,7 @@ def test_pooled_states_and_prompts_count():
 
 
 @pytest.mark.parametrize("make, call, guidance", [
-    (tiny.sd3, tiny.CALL, 1.0), (tiny.sd3, tiny.CALL, 3.0), (flux, FLUX_CALL, 1.0), (tiny.sd15, {}, 3.0)],
+    (tiny.sd3, tiny.CALL, 1.0), (tiny.sd3, tiny.CALL, 3.0), (tiny.flux, tiny.FLUX_CALL, 1.0), (tiny.sd15, {}, 3.0)],
     ids=["transformer", "guided", "packed", "unet"])
 def test_a_image_has_the_same_features_in_every_batch(make, call, guidance):
     policy = PipelinePolicy(make(), None, call=call, guidance=guidance)

@@ -20,7 +20,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.export import export
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.tools.check.tiny import make as built
-from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
@@ -205,9 +204,9 @@ def unshifted(pipe):
 
 
 @pytest.mark.parametrize("name, make, call", [
-    ("FLUX.1-schnell", flux, FLUX_CALL), ("sd-turbo", lambda: unshifted(tiny.sd15()), {}),
+    ("FLUX.1-schnell", tiny.flux, tiny.FLUX_CALL), ("sd-turbo", lambda: unshifted(tiny.sd15()), {}),
     ("sdxl-turbo", lambda: unshifted(built("StableDiffusionXLPipeline")[0]), {}),
-    ("Z-Image-Turbo", lambda: built("ZImagePipeline")[0], FLUX_CALL)])
+    ("Z-Image-Turbo", lambda: built("ZImagePipeline")[0], tiny.FLUX_CALL)])
 def test_other_models_by_the_defaults_of_the_command(name, make, call, model, tmp_path, monkeypatch):
     """Micro-batch and learning rate are found; the model's own steps are trained, and the file for ComfyUI is whole."""
     monkeypatch.chdir(tmp_path)

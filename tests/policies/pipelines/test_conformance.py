@@ -32,23 +32,11 @@ from flowgrpo.tools.check import report, tiny
 from flowgrpo.tools.check.tiny import derived
 from scripts.docs.build_pipelines import live
 from tests.helpers.refusals import message
+from tests.helpers.tiny import UNFIT
 
 # Of those with the parts of others (test_derived.py) only some: ways of guidance, sound, a timestep ahead.
 DERIVED = {f"{name}ModularPipeline" for name in ("Flux3Distilled", "LTX2", "QwenImage")}
 FACTORIES = {name: make for name, make in tiny.factories().items() if name not in derived.FACTORIES or name in DERIVED}
-PUT_BACK = "does not go on from the middle of its loop as the whole loop does"
-# Classes that cannot be driven, and what `check` says of them.
-UNFIT = {
-    # They put their image back in after every step, under the noise of the whole run.
-    "FluxInpaintPipeline": PUT_BACK,
-    "Flux2KleinKVPipeline": PUT_BACK,  # it keeps what its first step reads of the reference
-    "QwenImageInpaintPipeline": PUT_BACK,
-    "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
-    "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
-    "MiniMaxH3ModularPipeline": "steps with scheduler and audio_scheduler",
-    "OmniGenPipeline": "has no encode_prompt",
-    "StableDiffusionInstructPix2PixPipeline": "has no encode_prompt",
-}
 # Classes whose denoisers normalise by diffusers' RMSNorm, which is fused on a GPU.
 NORMS = {*(f"{name}Pipeline" for name in (
     "ErnieImage", "HunyuanSkyreelsImageToVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanVideoImageToVideo",
@@ -307,7 +295,6 @@ def test_the_page_tells_of_every_class():
     reasons = {name: reason for names, reason in re.findall(r"^\| (\w+Pipeline[^|]*) \| ([^|]+) \|$", fails, re.M)
                for name in names.split(", ")}
     assert reasons.keys() == UNFIT.keys()
-    assert set(UNFIT) == set(tiny.UNFIT)
     assert all(reason in reasons[name] for name, reason in UNFIT.items())
     named = {name.partition(" ")[0] for name in {*told, *UNFIT, *re.findall(r"\w+Pipeline\b", others)}}
     assert {*live()} <= named  # every class of the installed diffusers

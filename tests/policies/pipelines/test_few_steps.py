@@ -13,7 +13,6 @@ from flowgrpo.policies import options
 from flowgrpo.policies.pipelines import few_steps
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.tools.check.tiny import make
-from flowgrpo.tools.check.tiny.images import flux
 from flowgrpo.tools.check.tiny.parts import flux_transformer
 from tests.helpers import tiny
 
@@ -28,7 +27,7 @@ def turbo(name, scheduler=None, **options):
 
 
 def schnell():
-    return flux(transformer=flux_transformer(guidance_embeds=False))
+    return tiny.flux(transformer=flux_transformer(guidance_embeds=False))
 
 
 LCM = {"method": "rlcm", "train": (4, 8.5), "eval": (4, 8.5)}

@@ -8,7 +8,7 @@ from torchvision.transforms.functional import to_tensor
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.frames import rgb
 from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scale_latents
-from flowgrpo.tools.check.tiny import images, make
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 
@@ -97,6 +97,6 @@ def test_a_wrong_scale_is_found_out(tmp_path):
     policy = tiny.policy()
     path, _ = saved(tmp_path / "a.png")
     row, latents = policy.encode(["red"]), ImageEncoder(policy)
-    latents.vae = images.sd3(seed=1).vae
+    latents.vae = tiny.sd3(seed=1).vae
     with pytest.raises(UserError, match="it decodes what its autoencoder gives to another image"):
         latents(path, row)

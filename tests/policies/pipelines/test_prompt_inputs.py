@@ -26,9 +26,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny
 from flowgrpo.tools.check.tiny import make, parts
 from flowgrpo.tools.check.tiny import unets as builders
-from flowgrpo.tools.check.tiny.images import sd3
-from flowgrpo.tools.check.tiny.unets import sd15
-from tests.helpers.tiny import config, save
+from tests.helpers.tiny import config, save, sd3, sd15
 
 CONTROL = ["StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline",
            "StableDiffusion3ControlNetPipeline", "FluxControlNetPipeline"]

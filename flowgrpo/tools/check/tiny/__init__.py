@@ -23,11 +23,6 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
              head_dim=8, max_position_embeddings=256)
 ENDINGS = ("ForCausalLM", "ForMaskedLM")
 
-# Classes that cannot be driven, with the reason that `check` prints.
-UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", "MiniMaxH3ModularPipeline",
-         "OmniGenPipeline", "QwenImageInpaintPipeline", "StableDiffusionInpaintPipeline (4 channels)",
-         "StableDiffusionInstructPix2PixPipeline")
-
 
 def factories() -> dict[str, Factory]:
     from flowgrpo.tools.check.tiny import derived

@@ -16,8 +16,6 @@ from flowgrpo.tools.check.tiny.parts import (
     SIZE,
     TOKENS,
     Parts,
-    Pipeline,
-    assemble,
     autoencoder,
     chat_tokenizer,
     clip,
@@ -57,18 +55,10 @@ def sd3_parts() -> Parts:
             **clip(projected=True), **clip("_2", projected=True), "text_encoder_3": None, "tokenizer_3": None}
 
 
-def sd3(seed: int = 0) -> Pipeline:
-    return assemble("StableDiffusion3Pipeline", sd3_parts, {}, seed=seed)[0]
-
-
 def flux_parts(transformer: Any = None, **given: Any) -> Parts:
     """Embedded guidance, packed latents, rotary positions, a T5, text_ids without a batch."""
     return {"transformer": transformer or lively(flux_transformer()), "scheduler": dynamic_scheduler(),
             "vae": autoencoder(), **clip(), **t5("_2"), **given}
-
-
-def flux(seed: int = 0, **given: Any) -> Pipeline:
-    return assemble("FluxPipeline", partial(flux_parts, **given), {}, seed=seed)[0]
 
 
 def flux2(guidance_embeds: bool = True) -> Parts:

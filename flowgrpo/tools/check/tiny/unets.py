@@ -67,10 +67,6 @@ def sd15_parts(**given: Any) -> Parts:
     return {"unet": unet(), "scheduler": pndm(), "vae": autoencoder(), **clip(), **UNCHECKED, **given}
 
 
-def sd15(scheduler: Scheduler | None = None, seed: int = 0) -> Pipeline:
-    return assemble("StableDiffusionPipeline", lambda: sd15_parts(scheduler=scheduler or pndm()), {}, seed=seed)[0]
-
-
 def sdxl_parts(**given: Any) -> Parts:
     """Two text encoders; pooled embeddings and sizes in addition to the time."""
     return {"unet": unet(cross_attention_dim=2 * WIDTH, **POOLED), "vae": autoencoder(), **clip(),
@@ -139,7 +135,7 @@ def sd3_controlnet() -> Parts:
 
 
 def ip_adapter(seed: int = 0) -> Pipeline:
-    pipe = sd15(None, seed)
+    pipe, _ = assemble("StableDiffusionPipeline", sd15_parts, {}, seed=seed)
     pipe.register_modules(image_encoder=image_encoder(), feature_extractor=image_processor())
     pipe.load_ip_adapter(ip_adapter_weights(pipe.unet), subfolder="", weight_name="")
     pipe.set_ip_adapter_scale(1.0)
