@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -108,15 +107,16 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
 @contextmanager
 def _show_phases(gpu: str) -> Iterator[None]:
     """Context manager: a bar of the phases of each dry run that is computed; without a terminal one line."""
+    from unittest.mock import patch
+
     from flowgrpo.log import bar, in_terminal
     from flowgrpo.tools.dry_run.estimate import LOG, ORDER, START
 
-    title, before = f"dry run on {gpu.upper()}, up to two minutes", LOG.level
+    title = f"dry run on {gpu.upper()}, up to two minutes"
     shown: Any = None
 
-    def show(record: logging.LogRecord) -> None:
+    def show(phase: str) -> None:
         nonlocal shown
-        phase = record.getMessage()
         if phase == START:
             if shown is None:
                 if not in_terminal():
@@ -127,15 +127,10 @@ def _show_phases(gpu: str) -> Iterator[None]:
             shown.n = max(shown.n, shown.total - len(ORDER) + ORDER.index(phase))
         shown.set_postfix_str(phase)
 
-    handler = logging.Handler()
-    handler.emit = show  # type: ignore[method-assign]
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
     try:
-        yield
+        with patch.object(LOG, "info", show):
+            yield
     finally:
-        LOG.removeHandler(handler)
-        LOG.setLevel(before)
         if shown is not None:
             shown.close()
 

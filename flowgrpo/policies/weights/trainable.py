@@ -206,6 +206,12 @@ class TrainableWeights:
                     for layer in self.layers().values():
                         layer.set_adapter("default")
 
+    def _read_back(self, folder: Path) -> None:
+        with self._beside(folder, "check"):
+            for key, layer in self.layers().items():
+                if not adapters.same(layer, "check"):
+                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
+
     def _base_name(self, module: Any) -> str | None:
         """Model that the files of a LoRA name as its base; None for a pipeline's part."""
         return None
@@ -317,10 +323,7 @@ class TrainableWeights:
                     adapters.save(self.modules[name], place / name)
             paths.readable(place)
         # The files are loaded as a user would, in addition to the live adapter.
-        with self._beside(folder, "check"):
-            for key, layer in self.layers().items():
-                if not adapters.same(layer, "check"):
-                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
+        self._read_back(folder)
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
