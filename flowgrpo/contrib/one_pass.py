@@ -261,12 +261,7 @@ class OnePassDryRun(DryRun):
             more = round(calls.kept * times) - calls.graph * (name == "update")  # which has one graph at a time already
             phases[name].allocated += more
             phases[name].reserved += more
-        update, forwards = phases["update"], calls.forwards
-        update.flops -= forwards.flops * times
-        update.seconds -= forwards.seconds * times
-        update.kernels -= round(forwards.kernels * times)
-        update.traffic -= forwards.traffic * times
-        update.waits.subtract({reason: round(count * times) for reason, count in forwards.waits.items()})
+        phases["update"].add(calls.forwards, -times)
 
 
 def setup_of(config: Config, processes: int) -> Setup:

@@ -36,6 +36,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.methods.targets import RewardGradient
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
+from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.published import find
 from flowgrpo.samplers.grids import shift_grid
@@ -77,15 +78,14 @@ def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
     settings, prompt = config.eval, trainer.prompts[0]
     conditioning = rollouts.encode([prompt.text], [config.negative_prompt], [prompt.brings])
     conditioning = conditioning.rows(torch.zeros(rows, dtype=torch.int64))
-    guidance, policy.guidance = policy.guidance, settings.guidance
     flow = policy.process == "flow"
     grid = shift_grid(steps, 3.0) if flow else torch.linspace(0.1, 0.99, steps + 1)  # no value changes a count
     timesteps = None if flow else torch.linspace(900, 100, steps).long()
     task, seed = Segment(grid, range(steps), timesteps=timesteps), seeder(0, 0)
-    with clips_of(policy, settings.frames), meta.during(f"evaluation of {steps} steps"):
+    with at_guidance(policy, settings.guidance), clips_of(policy, settings.frames), \
+            meta.during(f"evaluation of {steps} steps"):
         latents, _ = policy.run(task, conditioning, generators=policy.generators(seed(0, k) for k in range(rows)))
         policy.decode(latents, conditioning)
-    policy.guidance = guidance
     return meta.phases[f"evaluation of {steps} steps"]
 
 

@@ -147,14 +147,14 @@ class Phase:
         """Seconds of GPU or host, whichever needs more: a lower bound, since they do not always overlap."""
         return max(self.seconds, self.host)
 
-    def add(self, other: Phase) -> None:
-        """Add the counts of a piece of work, whose bytes are above those in use before it."""
-        self.flops += other.flops
-        self.kernels += other.kernels
-        self.seconds += other.seconds
-        self.fixed += other.fixed
-        self.waits.update(other.waits)
-        self.traffic += other.traffic
+    def add(self, other: Phase, times: float = 1.0) -> None:
+        """Add the counts of a piece of work so many times; its bytes are above those in use before it."""
+        self.flops += other.flops * times
+        self.kernels += round(other.kernels * times)
+        self.seconds += other.seconds * times
+        self.fixed += other.fixed * times
+        self.waits.update({reason: round(count * times) for reason, count in other.waits.items()})
+        self.traffic += other.traffic * times
 
 
 @dataclass(frozen=True)
