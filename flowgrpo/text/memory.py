@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -84,13 +85,11 @@ def _decoder(policy: ImageLM) -> int:
     def measure(_module: torch.nn.Module, given: Any, made: Any) -> None:
         sizes.append(tensor_bytes(value for value in (*given, made) if torch.is_tensor(value)))
 
-    hooks = [module.register_forward_hook(measure) for module in policy.model.model.vqmodel.modules()
-             if not [*module.children()]]
-    try:
+    with ExitStack() as hooks:
+        for module in policy.model.model.vqmodel.modules():
+            if not [*module.children()]:
+                hooks.enter_context(module.register_forward_hook(measure))
         policy.decode(torch.full((1, policy.grid), policy.first))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return 2 * max(sizes)
 
 
