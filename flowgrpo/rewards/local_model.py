@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo import hub
-from flowgrpo.device import DTYPES
+from flowgrpo.device import DTYPES, default_device
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import lazy
 

@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.ratios import PlainRatio
+from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -100,16 +101,13 @@ class FirstRatio:
         and to one at half of it (at 2 in place of 1)."""
         shape = self.rollouts.geometry
         run, scores = shape.micro_batch, []
-        try:
-            with self.processes.collective():
-                for part in parts[:1]:
-                    for shape.micro_batch in (run, run, run // 2 or 2):
-                        logp = [torch.zeros_like(taken.old.logp, device="cpu") for taken in part.transitions]
-                        for k, rows, new in self.rollouts.replay(part, conditioning):
-                            logp[k][rows] = new.logp.detach().cpu()
-                        scores.append(torch.cat([values.flatten() for values in logp]))
-        finally:
-            shape.micro_batch = run
+        with replaced("micro_batch", (shape, run)), self.processes.collective():  # which the replays change
+            for part in parts[:1]:
+                for shape.micro_batch in (run, run, run // 2 or 2):
+                    logp = [torch.zeros_like(taken.old.logp, device="cpu") for taken in part.transitions]
+                    for k, rows, new in self.rollouts.replay(part, conditioning):
+                        logp[k][rows] = new.logp.detach().cpu()
+                    scores.append(torch.cat([values.flatten() for values in logp]))
         apart = torch.stack([(scores[0] - other).abs().max() for other in scores[1:]])[None] if scores \
             else torch.empty(0, 2)
         again, half = self.processes.gather(apart).max(0).values.tolist()
