@@ -20,7 +20,6 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import OnePassKeys
-from flowgrpo.data.prompts import encodable
 from flowgrpo.device import AUTO, free_memory, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities, targets
@@ -291,7 +290,8 @@ def _graph_bytes(trainer: Run) -> float:
         return math.inf
     before, states = policy.evaluations, torch.get_rng_state()
     encode = encoded_prompts.prompt_cache(config, policy, policy.live)
-    conditioning = encode(*encodable([prompt], config.negative_prompt))
+    negative = config.negative_prompt if prompt.negative is None else prompt.negative
+    conditioning = encode([prompt.text], [negative], [prompt.brings])
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     own = config.having({"train.prompts": math.ceil(config.train.prompts / trainer.processes.count),

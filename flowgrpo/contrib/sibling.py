@@ -268,7 +268,8 @@ class OnSibling(Extension):
         with weighted, unwrap(self.worn).on():
             found = held_out.measure_side(
                 cast(Any, self.trainer), dict(self.functions), f"{self.sibling.name}, {title}", policy.reference,
-                reported=reported, drawn_as=self.sibling, keep=min(self.trainer.config.eval.grid, SHOWN))
+                reported=reported, drawn=(self.sibling.steps, self.sibling.guidance),
+                keep=min(self.trainer.config.eval.grid, SHOWN))
         policy.evaluations = evaluations
         return found
 

@@ -27,7 +27,6 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
-from flowgrpo.evaluation.kept import Sibling
 from flowgrpo.evaluation.measured import ANEW_SEED, EVAL_SEED, Measured, evenly, halves, measure, readable, spread
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, image_prompts, means_of, rows
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
@@ -65,18 +64,19 @@ def sides(trainer: Trainer) -> tuple[list[Prompt], list[Prompt]]:
 
 def measure_side(trainer: Trainer, functions: dict[str, Any], title: str,
                  reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
-                 reported: bool = True, drawn_as: Sibling | None = None, keep: int | None = None) -> Measured:
-    """reported: measure the reported prompts, else those of evaluations on the way. drawn_as: has the steps and the
-    guidance, in place of the recipe's. keep: number of prompts whose image is kept; None: `eval.grid`."""
+                 reported: bool = True, drawn: tuple[int, float] | None = None, keep: int | None = None) -> Measured:
+    """reported: measure the reported prompts, else those of evaluations on the way. drawn: steps and guidance, in place
+    of the recipe's. keep: number of prompts whose image is kept; None: `eval.grid`."""
     settings, config = trainer.config.eval, trainer.config
-    drawn, keep = drawn_as or settings, settings.grid if keep is None else keep
+    steps, guidance = drawn or (settings.steps, settings.guidance)
+    keep = settings.grid if keep is None else keep
     prompts = sides(trainer)[reported]
     frames = settings.frames or config.call.get("num_frames")
     sound, lost = readable(prompts, frames, trainer.processes, title)
     with clips_of(trainer.policy, settings.frames):
         measured = trainer.with_oom_retry(lambda: measure(
-            trainer.policy, sound, functions, steps=drawn.steps,
-            guidance=drawn.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
+            trainer.policy, sound, functions, steps=steps,
+            guidance=guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=keep, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
             shuffle=shuffle, model=config.model, run_seed=seed(trainer, reported)), "evaluation")

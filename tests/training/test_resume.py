@@ -429,13 +429,13 @@ def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
     assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
 
 
-def test_a_damaged_last_line_is_set_aside(tmp_path):
-    path, lines = tmp_path / "metrics.jsonl", []
+def test_a_damaged_last_line_is_set_aside(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
     for last in (b"\0\0\0\xff", b"[3]", b'{"epoch": "three"}'):
         path.write_bytes(b'{"epoch": 1}\n{"epoch": 2}\n' + last + b"\n")
-        keep_lines(path, 5, lines.append)
+        keep_lines(path, 5)
         assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
-    assert lines == [f"{path}: the last line is damaged: it is now in metrics.jsonl.damaged"] * 3
+    assert capsys.readouterr().out == f"{path}: the last line is damaged: it is now in metrics.jsonl.damaged\n" * 3
     assert (tmp_path / "metrics.jsonl.damaged").read_text() == '\0\0\0\\xff\n[3]\n{"epoch": "three"}\n'
 
 

@@ -83,7 +83,7 @@ def _lora(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
             rows = y.flatten(0, -2)
             # In place where y is no view: CUDA's addmm copies y first, and autograd copies the gradient of a view.
             y = rows.addmm_(hidden, up.t()) if rows is y else torch.addmm(rows, hidden, up.t())
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def fuse_norms(module: torch.nn.Module, device: torch.device) -> int:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.text.samplers.decoding import Decoding, completion_masks
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
@@ -103,7 +102,8 @@ def continue_groups(policy: CausalModel, tokenized: TokenizedPrompts, groups: Se
     rows = Begun(*map(torch.cat, zip(*(vars(group).values() for group in groups))))
     sizes, most, text = [len(group.ids) for group in groups], rows.ids.shape[1], policy.text
     of = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
-    with replaced("text", (policy, text.model_copy(update={"max_tokens": min(chunk, text.max_tokens)}))):
+    policy.text = text.model_copy(update={"max_tokens": min(chunk, text.max_tokens)})
+    try:
         for at in (~rows.ended).nonzero()[:, 0].split(micro_batch):
             lengths = rows.lengths[at].tolist()
             prefixes = [rows.ids[row, :length] for row, length in zip(at, lengths)]
@@ -120,6 +120,8 @@ def continue_groups(policy: CausalModel, tokenized: TokenizedPrompts, groups: Se
                 rows.ids[row, new], rows.logp[row, new] = more.ids[number, :count], more.logp[number, :count]
                 rows.versions[row, new], rows.lengths[row] = version, start + count
                 rows.ended[row] = start + count == most or (count == drawn and not more.cut[number])
+    finally:
+        policy.text = text
     columns = ([piece.clone() for piece in column.split(sizes)] for column in vars(rows).values())
     return [Begun(*group) for group in zip(*columns)]
 
