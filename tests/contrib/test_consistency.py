@@ -177,6 +177,14 @@ def test_the_gradient_of_the_rewards_that_have_one_is_added():
     assert 2.0 * 0.5 * (values[0] - values[1]) / 0.02 == pytest.approx(size, rel=0.05)
 
 
+def test_steps_of_the_loss_alone_do_not_follow_the_reward():
+    made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": 1.0}})
+    steps, ascent = [], student.ascent
+    student.ascent = lambda *given: steps.append(made.optimization.update) or ascent(*given)
+    made.run_epoch()
+    assert made.optimization.update == 2 and set(steps) == {0}
+
+
 def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
     for text in ("base", "student"):
         made, student = trainer("rlcm", {"adapted": {"encoders": True}, "distil": SMALL["distil"] | {"text": text}},
