@@ -55,10 +55,11 @@ def without_casts(layers: Iterable[Any]) -> bool:
 @torch.no_grad()
 def folded(layers: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """Context manager: LoRA layers with the forward of this module multiply by one matrix each, W + s B A in W's dtype,
-    in calls without gradients. It is held beside W until the end. Weights that train meanwhile have no effect."""
+    in calls without gradients. It is held beside W until the end. Weights that train meanwhile have no effect. A
+    quantised W, which is a class of its own, stays as it is."""
     return replaced("folded", *((layer, sum((layer.get_delta_weight(name).to(layer.weight.dtype)
                                              for name in layer.active_adapters if name in layer.lora_A), layer.weight))
-                                for layer in list(layers)))
+                                for layer in list(layers) if type(layer.weight) is torch.nn.Parameter))
 
 
 def _plain(layer: Any) -> bool:

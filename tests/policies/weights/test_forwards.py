@@ -84,6 +84,17 @@ def test_folded_layers_multiply_by_w_plus_s_b_a_until_the_end(shape):
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights))
 
 
+def test_a_quantised_weight_is_not_folded():
+    class Packed(torch.nn.Parameter):
+        """Of a class of its own, as bitsandbytes' and torchao's."""
+
+    first, second = layers = [*lora_layers(net()).values()]
+    assert without_casts(layers)
+    first.get_base_layer().weight = Packed(first.weight.data)
+    with folded(layers):
+        assert first.folded is None and second.folded is not None
+
+
 def test_switched_off_layers_are_the_base():
     made, x = net(), torch.randn(3, 8)
     assert without_casts(lora_layers(made).values())
