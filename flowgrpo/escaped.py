@@ -1,10 +1,16 @@
-"""Texts of others (prompts, names of rewards, metrics and runs) in terminals, in Markdown and in pages."""
+"""Texts of others (prompts, names of rewards, metrics, runs) in terminals, Markdown and pages, and images in texts."""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Control characters besides tab and newline, and those that change the direction of a text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -56,3 +62,9 @@ def one_line(text: object) -> str:
 def fill(template: Path, **values: str) -> str:
     """A page's template with a value, which is HTML, in the place of each [[NAME]]."""
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: values[match[1]], template.read_text(encoding="utf-8"))
+
+
+def base64_of(image: Image, form: str = "PNG", **options: Any) -> str:
+    """File of an image in base64. options: of PIL's writer."""
+    image.save(file := io.BytesIO(), form, **options)
+    return base64.b64encode(file.getvalue()).decode()

@@ -23,7 +23,7 @@ from flowgrpo.data import sets
 from flowgrpo.data import sources as given_files
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import cell, fill, markdown
+from flowgrpo.escaped import base64_of, cell, fill, markdown
 from flowgrpo.evaluation import image_files, run_rewards, samplers
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips, grid
@@ -36,7 +36,6 @@ from flowgrpo.evaluation.statistics import bounds, format_interval
 from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines.load import rate_ahead
-from flowgrpo.rewards.preprocessing import base64_of
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.places import is_checkpoint, list_checkpoints, run_of
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -141,12 +139,6 @@ def video_tensors(path: Path) -> list[Tensor]:
 def eight_bit(images: Tensor) -> np.ndarray:
     """Images [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
     return (images.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
-
-
-def base64_of(image: Image, form: str = "PNG", **options: Any) -> str:
-    """File of an image in base64. options: of PIL's writer."""
-    image.save(file := io.BytesIO(), form, **options)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def grey(images: Tensor) -> Tensor:

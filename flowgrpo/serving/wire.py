@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import one_line
+from flowgrpo.escaped import base64_of, one_line
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
@@ -167,7 +167,7 @@ def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
         return {"safetensors": base64.b64encode(content).decode()}
     from PIL import Image
 
-    from flowgrpo.rewards.preprocessing import base64_of, eight_bit
+    from flowgrpo.rewards.preprocessing import eight_bit
 
     images = [base64_of(Image.fromarray(image), compress_level=1)
               for image in eight_bit(output if output.ndim == 4 else output[None])]

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.cli.reward_table import FACTS
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import commit
 from flowgrpo.rewards import BUILT_IN, find, score
+from flowgrpo.rewards.find import FACTS
 from flowgrpo.rewards.preprocessing import eight_bit
 
 SIZE, FRAMES, SEED = 512, 8, 46
@@ -73,15 +73,14 @@ def clips() -> Tensor:
 
 def scorers() -> list[str]:
     """Return the names of the rewards that judge images or videos by themselves."""
-    facts = json.loads(FACTS.read_text(encoding="utf-8"))
     return [name for name, place in BUILT_IN.items() if not set(OTHERS) & set(place.partition(":")[0].split("."))
-            and {"image", "video"} & set((facts[name]["modality"] or "").split("/"))]
+            and {"image", "video"} & set((FACTS[name]["modality"] or "").split("/"))]
 
 
 def scores(name: str) -> list[float | None]:
     """Return a reward's numbers on the three images, or their videos; None where it does not apply.
     Raises UserError if it cannot be loaded, needs arguments, fails, or applies to none of them."""
-    facts = json.loads(FACTS.read_text(encoding="utf-8")).get(name, {})
+    facts = FACTS.get(name, {})
     outputs = images() if "image" in (facts.get("modality") or "image") else clips()
     column = score({name: find(name)}, outputs, list(PROMPTS), list(METADATA))[:, 0].tolist()
     if all(map(math.isnan, column)):

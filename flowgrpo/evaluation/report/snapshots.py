@@ -29,11 +29,11 @@ from PIL import Image, ImageSequence
 
 from flowgrpo import domains
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.escaped import base64_of
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
 from flowgrpo.evaluation.pages.sources import Source, read_sources, within
 from flowgrpo.packages import version
-from flowgrpo.rewards.preprocessing import base64_of
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 

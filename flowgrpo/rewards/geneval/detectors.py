@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import base64_of
 from flowgrpo.rewards.local_model import LocalModel, loading
-from flowgrpo.rewards.preprocessing import base64_of, eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import announce, is_address
 from flowgrpo.user_code import load
 

@@ -16,7 +16,7 @@ from PIL import Image
 from flowgrpo.data.images import Clip, frame_count, read_image
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import one_line
+from flowgrpo.escaped import base64_of, one_line
 from flowgrpo.rewards.about import About, Pairing, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.released_text import texts
@@ -43,7 +43,7 @@ def frame_index(count: int, number: int) -> list[int]:
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     """Image [3, H, W] in [0, 1] as an 8-bit data URL, `longest` pixels at most. Raises Failed for one with NaN."""
-    from flowgrpo.rewards.preprocessing import base64_of, eight_bit
+    from flowgrpo.rewards.preprocessing import eight_bit
 
     if not picture.isfinite().all():
         raise Failed("a judge: an image holds NaN or an infinity")

@@ -58,10 +58,13 @@ def like(pipe: Any) -> Any:
 
 def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     """Model as diffusers loads it: some of its modules stay in fp32."""
-    from transformers.modeling_utils import local_torch_dtype
-
-    with local_torch_dtype(dtype), META:
-        module = kind.from_config(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with META:
+            module = kind.from_config(config)
+    finally:
+        torch.set_default_dtype(before)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
     for key, parameter in module.named_parameters():
         if any(name in key.split(".") for name in kept):
