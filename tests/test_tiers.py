@@ -99,13 +99,16 @@ def test_a_group_runs_on_one_worker(tmp_path):
     assert len(workers) == 6 and len({*workers}) == 1, ran
 
 
-@pytest.mark.parametrize("options, passed, line", [
-    (["--until", "0", "-n", "2"], 0, "time was up: 6 tests did not start"), (["--until", "9e9"], 6, None),
-    (["--tier", "fast"], 6, "runs 0 more"), (["--tier", "slow"], 0, None)])
-def test_a_session_runs_its_tier_until_its_time(options, passed, line, tmp_path):
-    (tmp_path / "test_groups.py").write_text(GROUPED)
-    plugins = ["-p", "no:cacheprovider", "-p", "tests.conftest"]
-    command = [sys.executable, "-m", "pytest", *plugins, *options, str(tmp_path)]
+@pytest.mark.parametrize("options, place, passed, line", [
+    (["--until", "0", "-n", "2"], "usual", 0, "time was up: 6 tests did not start"),
+    (["--until", "9e9"], "usual", 6, None), (["--tier", "fast"], "usual", 6, "runs 0 more"),
+    (["--tier", "slow"], "usual", 0, None),
+    (["--tier", "slow"], "browser", 6, None), (["--tier", "fast"], "browser", 0, "runs 6 more")])
+def test_a_session_runs_its_tier_until_its_time(options, place, passed, line, tmp_path):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "test_groups.py").write_text(GROUPED)
+    plugins = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    command = [sys.executable, "-m", "pytest", *plugins, *options, str(tmp_path / place)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode in (0, 5), ran.stdout  # 5: none ran
     assert f"{passed} passed" in ran.stdout if passed else " passed" not in ran.stdout, ran.stdout

@@ -63,7 +63,9 @@ class Tier:
             items[:] = longest_first(items, seconds)
         tier = self.config.getoption("--tier")
         if tier != "full":
-            kept = fast(items, seconds, changed_tests(changed_files()))
+            apart = self.config.getini("norecursedirs")  # folders that only `make test-all` names
+            usual = [item for item in items if item.path.parent.name not in apart]
+            kept = fast(usual, seconds, changed_tests(changed_files()))
             if tier == "slow":
                 kept = {item.nodeid for item in items} - kept
             left_out = [item for item in items if item.nodeid not in kept]

@@ -59,8 +59,8 @@ Recipes of edits and of videos from an image read your own prompt file, with an 
 TABLE = """
 ## All recipes
 
-| recipe | level | GiB | hours | GPUs | method | trained on |
-|---|---|---:|---:|---|---|---|
+| recipe | GiB | hours | level | GPUs | method | trained on |
+|---|---:|---:|---|---|---|---|
 """
 MODELS_HEAD = """
 
@@ -148,7 +148,7 @@ def row(name: str) -> str:
         hours += "*"
     if line["count"] != "One":
         gpus = f"{line['count']} x {gpus}"
-    cells = [f"`{name}`", verify_recipe.verified(name), peak, hours, gpus, f"`{config.method}`",
+    cells = [f"`{name}`", peak, hours, verify_recipe.verified(name), gpus, f"`{config.method}`",
              listed(rewards(config.trained))]
     return f"| {' | '.join(cells)} |"
 

@@ -131,15 +131,15 @@ def test_quick_keys_wait_for_the_images_of_their_question(browser, tmp_path):
             prompt = page.locator("#prompt")
             expect(prompt).to_have_text("prompt 0 0")
             held: list = []
-            page.route("**/0.q1/*", held.append)  # its images are late
+            page.route("**/0.q1/*", lambda route: held.append(route))  # its images are late
             page.evaluate("""() => { for (const key of ["1", "2", "4", "3", "1"])
                 dispatchEvent(new KeyboardEvent("keydown", {key})); }""")
             expect(prompt).to_have_text("prompt 0 1")
             page.wait_for_timeout(300)
             assert list(live.log.votes) == ["0.q0"]
-            page.unroute("**/0.q1/*")
             for route in held:
                 route.continue_()
+            page.unroute("**/0.q1/*")
             expect(prompt).to_have_text("The next images are being generated")
             shown = [live.log.votes[f"0.q{number}"] for number in range(3)]
             assert [vote.shown.index(vote.choice) for vote in shown] == [0, 1, 3]
