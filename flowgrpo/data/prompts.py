@@ -125,7 +125,7 @@ class Prompt:
 
 
 def encodable(prompts: Sequence[Prompt], negative: str) -> tuple[list[str], list[str], list[Any]]:
-    """What policies encode of prompts: texts, negative prompts and inputs. negative: of prompts without their own."""
+    """Texts, negative prompts and inputs of prompts, which policies encode. negative: of prompts without their own."""
     return ([prompt.text for prompt in prompts],
             [negative if prompt.negative is None else prompt.negative for prompt in prompts],
             [prompt.brings for prompt in prompts])
