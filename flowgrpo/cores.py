@@ -75,6 +75,11 @@ def affinity() -> set[int] | None:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
+def count() -> int:
+    """Number of cores that this process may use."""
+    return len(affinity() or range(os.cpu_count() or 1))
+
+
 def limits(root: Path = CGROUPS, own: Path = SELF / "cgroup") -> Iterator[tuple[float, float]]:
     """Yield (cores, seconds used) of this process's control groups that have a limit, inmost first. root: where they
     are mounted, of version 2, or with a folder per controller of version 1. own: /proc/self/cgroup."""
@@ -106,7 +111,7 @@ class Threads:
 
     def __init__(self, fixed: bool) -> None:
         self.most, self.fixed = torch.get_num_threads(), fixed
-        self.cores = len(affinity() or range(os.cpu_count() or 1))
+        self.cores = count()
         self.free = float(self.cores)
         self._last: Reading | None = None
 

@@ -148,21 +148,16 @@ def drawing(recorded: str, device: str | torch.device, requested: str | None = N
     return concrete(requested or (recorded if kept else AUTO), device)
 
 
-@contextlib.contextmanager
-def matmul_precision(precision: str, device: str | torch.device) -> Iterator[None]:
+def matmul_precision(precision: str, device: str | torch.device) -> contextlib.AbstractContextManager[None]:
     """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32; then
     those of convolutions are not rounded either, as they are by torch's default. These are products of reward models
     above all, which another thread computes while samples are drawn, and torch has one setting for all threads."""
     if torch.device(device).type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
     if precision == "fp32":
         allow = functools.partial(setattr, torch.backends.cudnn, "allow_tf32")
-        with _set(lambda: torch.backends.cudnn.allow_tf32, allow, True, False):
-            yield
-        return
-    with _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"):
-        yield
+        return _set(lambda: torch.backends.cudnn.allow_tf32, allow, True, False)
+    return _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high")
 
 
 def without_cudnn_attention(device: str | torch.device) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,12 @@ def cell(text: str) -> str:
 def markdown(text: str) -> str:
     """Text as one line of Markdown in which nothing is markup."""
     return cell(line(text))
+
+
+def table(rows: Sequence[Sequence[str]], align: Sequence[str] = ()) -> str:
+    """Markdown table of escaped cells, the headings first. align: its second line, such as ---: of numbers."""
+    lines = [rows[0], align or ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def code(text: str) -> str:

@@ -1,7 +1,7 @@
 """Parts of a method: the decorator of one, and the ranges of its fields.
 
 A part states everything about itself where it is written: its place in a method, what it reads, and which values its
-fields take. `methods.part_names` lists the parts by name without importing them.
+fields take. `methods/names.json` lists the parts by name without importing them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class OneOf(Taken):
 
 @dataclass_transform(frozen_default=True)
 def part(place: str | None = None, *, target: str | None = None, jointly: Mapping[str, str] | None = None,
-         **capabilities: bool | str | tuple[str, ...]) -> Callable[[type[T]], type[T]]:
+         **capabilities: bool | int | str | tuple[str, ...] | Callable[[Any], Any]) -> Callable[[type[T]], type[T]]:
     """Make a class a part: a frozen dataclass that goes to a place of a method.
 
     The types of its fields state their ranges: `Annotated[float, Above(0)]`, `Literal["mean", "sum"]`. Another value is
@@ -96,7 +96,8 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
     place: a field of a method or of a part, such as "advantage" or "kl.schedule"; None of a base class of parts.
     target: what of a target it is for, of `Target.offers`; None: it goes with any.
     jointly: by fields that one message names together, such as "low high", what it expects of them.
-    capabilities: class attributes that say what it reads or can do, such as reads_groups=True.
+    capabilities: class attributes that say what it reads or can do, such as reads_groups=True; a function of the part
+        where its fields decide.
     """
     messages = {name: (names.split(), words) for names, words in (jointly or {}).items() for name in names.split()}
     stated = capabilities if target is None else capabilities | {"reads_target": target}
@@ -121,7 +122,7 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
                 own(self)
 
         for name, value in (stated | {"__ranges__": takes, "__post_init__": __post_init__}).items():
-            setattr(cls, name, value)
+            setattr(cls, name, property(value) if callable(value) and name in stated else value)
         return dataclass(frozen=True)(cls)
 
     return make

@@ -38,48 +38,48 @@ _XXL: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers"
                         "feed_forward_proj": "gated-gelu"}
 T5_XXL: Part = "T5EncoderModel", _XXL | {"vocab_size": 32128}
 UMT5_XXL: Part = "UMT5EncoderModel", _XXL | {"vocab_size": 256384}
+
+
+def _decoder(*sizes: int, **further: Any) -> dict[str, Any]:
+    """Configuration of a language model; sizes: of its vocabulary, hidden states and MLPs, its numbers of layers, heads
+    and key-value heads, and the size of a head, of which the last may be left out."""
+    return dict(zip(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim"), sizes)) | further
+
+
 QWEN_VL_7B: Part = "Qwen2_5_VLForConditionalGeneration", {
-    "text_config": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
-                    "rope_parameters": {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e6}},
+    "text_config": _decoder(152064, 3584, 18944, 28, 28, 4, max_position_embeddings=128000, rope_parameters={
+        "mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e6}),
     "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
                       "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}}
-QWEN3_4B: Part = "Qwen3Model", {
-    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_4B: Part = "Qwen3Model", _decoder(151936, 2560, 9728, 36, 32, 8, 128, max_position_embeddings=40960)
 # Of Anima.
-QWEN3_06B: Part = "Qwen3Model", {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
+QWEN3_06B: Part = "Qwen3Model", _decoder(151936, 1024, 3072, 28, 16, 8, 128, max_position_embeddings=32768)
 # Of FLUX.2-klein-4B: QWEN3_4B with a language head, which has the embeddings' weights.
 QWEN3_4B_HEAD: Part = "Qwen3ForCausalLM", QWEN3_4B[1] | {"tie_word_embeddings": True}
 # Of FLUX.2-klein-9B.
-QWEN3_8B_HEAD: Part = "Qwen3ForCausalLM", {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_8B_HEAD: Part = "Qwen3ForCausalLM", _decoder(
+    151936, 4096, 12288, 36, 32, 8, 128, max_position_embeddings=40960)
+_VL: dict[str, Any] = {"max_position_embeddings": 262144, "rope_parameters": {
+    "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}}
 QWEN3_VL_4B: Part = "Qwen3VLModel", {
-    "text_config": QWEN3_4B[1] | {"max_position_embeddings": 262144, "rope_parameters": {
-        "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}},
+    "text_config": QWEN3_4B[1] | _VL,
     "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
                       "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}}
 # Of Qwen-Image-2.1: 8.77B, as its files are.
 QWEN3_VL_8B: Part = "Qwen3VLForConditionalGeneration", {
-    "text_config": QWEN3_8B_HEAD[1] | {"max_position_embeddings": 262144, "rope_parameters": {
-        "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}},
-    "vision_config": {"out_hidden_size": 4096}}
+    "text_config": QWEN3_8B_HEAD[1] | _VL, "vision_config": {"out_hidden_size": 4096}}
 # Of FLUX.3: the same as QWEN3_VL_4B with a language head, which has the embeddings' weights.
 QWEN3_VL_4B_HEAD: Part = "Qwen3VLForConditionalGeneration", QWEN3_VL_4B[1] | {"tie_word_embeddings": True}
 MISTRAL_24B: Part = "Mistral3ForConditionalGeneration", {
-    "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
-                    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                    "max_position_embeddings": 131072},
+    "text_config": {"model_type": "mistral"} | _decoder(131072, 5120, 32768, 40, 32, 8, 128,
+                                                        max_position_embeddings=131072),
     "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
                       "num_attention_heads": 16, "image_size": 1540, "patch_size": 14}}
 # Of ERNIE-Image; its vision tower has the sizes of transformers' defaults, which are not confirmed.
 MINISTRAL_3B: Part = "Mistral3Model", {
-    "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 9216,
-                    "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                    "max_position_embeddings": 262144, "tie_word_embeddings": True},
+    "text_config": {"model_type": "mistral"} | _decoder(131072, 3072, 9216, 26, 32, 8, 128,
+                                                        max_position_embeddings=262144, tie_word_embeddings=True),
     "vision_config": {"model_type": "pixtral"}}
 QWEN_VL_7B_TEXT: Part = "Qwen2_5_VLTextModel", QWEN_VL_7B[1]["text_config"]
 # google/byt5-small with the 1,126 colours and fonts of Glyph-SDXL-v2; their number is not confirmed.
@@ -87,22 +87,15 @@ BYT5_SMALL: Part = "T5EncoderModel", {
     "vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6,
     "feed_forward_proj": "gated-gelu"}
 GEMMA3_12B: Part = "Gemma3ForConditionalGeneration", {
-    "text_config": {"vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
-                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
+    "text_config": _decoder(262208, 3840, 15360, 48, 16, 8, 256, sliding_window=1024),
     "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
                       "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}}
 # Of LTX-2.5, whose own file was not read: google/gemma-4-12B of 11,959,730,224 parameters.
 GEMMA4_12B: Part = "Gemma4UnifiedForConditionalGeneration", {
-    "text_config": {"vocab_size": 262144, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
-                    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1,
-                    "attention_k_eq_v": True},
+    "text_config": _decoder(262144, 3840, 15360, 48, 16, 8, num_global_key_value_heads=1, attention_k_eq_v=True),
     "vision_config": {"mm_embed_dim": 3840}, "audio_config": {}}
-LLAMA3_8B: Part = "LlamaModel", {
-    "vocab_size": 128320, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-GEMMA2_2B: Part = "Gemma2Model", {
-    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+LLAMA3_8B: Part = "LlamaModel", _decoder(128320, 4096, 14336, 32, 32, 8, max_position_embeddings=8192)
+GEMMA2_2B: Part = "Gemma2Model", _decoder(256000, 2304, 9216, 26, 8, 4, 256)
 
 # --- autoencoders and schedulers -------------------------------------------------------------------------------------
 
@@ -124,6 +117,7 @@ WAN22_VAE: Part = "AutoencoderKLWan", {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
     "patch_size": 2, "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
 QWEN_VAE: Part = "AutoencoderKLQwenImage", {}
+FLUX2_VAE: Part = "AutoencoderKLFlux2", {}
 
 _SD_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
                              "steps_offset": 1}
@@ -153,9 +147,16 @@ _WAN_14B: Part = "WanTransformer3DModel", {}
 _WAN_1B: Part = "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 
 
-def _wan(*transformers: Part, shift: float = 3.0, **options: Any) -> Published:
+def _pipeline(name: str, transformer: Part, vae: Part, text_encoder: Part, scheduler: Part, length: int,
+              processor: str | None = None, **options: Any) -> Published:
+    """Pipeline of four parts and one tokenizer of this longest sequence."""
+    return Published(name, {"transformer": transformer, "vae": vae, "text_encoder": text_encoder,
+                            "scheduler": scheduler}, {"tokenizer": length}, options, processor)
+
+
+def _wan(*transformers: Part, shift: float = 3.0, vae: Part = WAN_VAE, **options: Any) -> Published:
     named = dict(zip(("transformer", "transformer_2"), transformers))
-    return Published("WanPipeline", named | {"scheduler": _unipc(shift), "vae": WAN_VAE, "text_encoder": UMT5_XXL},
+    return Published("WanPipeline", named | {"scheduler": _unipc(shift), "vae": vae, "text_encoder": UMT5_XXL},
                      {"tokenizer": 512}, options)
 
 
@@ -184,12 +185,10 @@ def _ltx(heads: int, layers: int, transformer: dict[str, Any], connectors: dict[
 
 # scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b and klein-9b
 def _klein(layers: int, single: int, heads: int, width: int, encoder: Part, **options: Any) -> Published:
-    return Published("Flux2KleinPipeline", {
-        "transformer": ("Flux2Transformer2DModel", {
-            "num_layers": layers, "num_single_layers": single, "num_attention_heads": heads,
-            "joint_attention_dim": width, "guidance_embeds": False}),
-        "vae": ("AutoencoderKLFlux2", {}), "text_encoder": encoder,
-        "scheduler": FLUX_GRID}, {"tokenizer": 512}, options)  # grid not confirmed; the pipeline computes the shift
+    return _pipeline("Flux2KleinPipeline", ("Flux2Transformer2DModel", {
+        "num_layers": layers, "num_single_layers": single, "num_attention_heads": heads,
+        "joint_attention_dim": width, "guidance_embeds": False}),
+        FLUX2_VAE, encoder, FLUX_GRID, 512, **options)  # grid not confirmed; the pipeline computes the shift
 
 
 def _sdxl(size: int, scheduler: str, spacing: str) -> Published:
@@ -200,15 +199,13 @@ def _sdxl(size: int, scheduler: str, spacing: str) -> Published:
 
 
 def _qwen_image(pipeline: str = "QwenImagePipeline", processor: str | None = None) -> Published:
-    return Published(pipeline, {
-        "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
-        "scheduler": QWEN_GRID}, {"tokenizer": 131072}, processor=processor)
+    return _pipeline(pipeline, ("QwenImageTransformer2DModel", {}), QWEN_VAE, QWEN_VL_7B, QWEN_GRID, 131072, processor)
 
 
 def _z_image(shift: float) -> Published:
-    return Published("ZImagePipeline", {
-        "transformer": ("ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has it
-        "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": shift})}, {"tokenizer": 131072})
+    lengths = {"axes_lens": [1536, 512, 512]}  # not confirmed; no weight has it
+    return _pipeline("ZImagePipeline", ("ZImageTransformer2DModel", lengths), KL_FLUX, QWEN3_4B,
+                     (FLOW, {"shift": shift}), 131072)
 
 
 MODELS: dict[str, Published] = {
@@ -239,30 +236,19 @@ MODELS: dict[str, Published] = {
     "black-forest-labs/FLUX.2-klein-4B": _klein(5, 20, 24, 7680, QWEN3_4B_HEAD, is_distilled=True),
     "black-forest-labs/FLUX.2-klein-base-9B": _klein(8, 24, 32, 12288, QWEN3_8B_HEAD),
     # scripts/convert_flux2_to_diffusers.py of diffusers: flux2-dev
-    "black-forest-labs/FLUX.2-dev": Published(
-        "Flux2Pipeline", {
-            "transformer": ("Flux2Transformer2DModel", {}), "vae": ("AutoencoderKLFlux2", {}),
-            "text_encoder": MISTRAL_24B, "scheduler": FLUX_GRID},
-        {"tokenizer": 512}),
+    "black-forest-labs/FLUX.2-dev": _pipeline(
+        "Flux2Pipeline", ("Flux2Transformer2DModel", {}), FLUX2_VAE, MISTRAL_24B, FLUX_GRID, 512),
     # Widths are the defaults of Krea2Transformer2DModel, the grid that of Krea2Pipeline's docstring.
-    "krea/Krea-2-Raw": Published(
-        "Krea2Pipeline", {
-            "transformer": ("Krea2Transformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN3_VL_4B,
-            "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,
-                                 "max_image_seq_len": 6400})},
-        {"tokenizer": 131072}),
+    "krea/Krea-2-Raw": _pipeline(
+        "Krea2Pipeline", ("Krea2Transformer2DModel", {}), QWEN_VAE, QWEN3_VL_4B, (FLOW, {
+            "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 6400}), 131072),
     # Sizes are the defaults of diffusers' class: 5.5B beside an autoencoder of 0.1B, as published. Its model that
     # rewrites prompts is left out.
-    "black-forest-labs/flux-3-image-klein-base": Published(
-        "Flux3ModularPipeline", {
-            "transformer": ("Flux3Transformer2DModel", {}), "vae": ("AutoencoderKLFlux2", {}),
-            "text_encoder": QWEN3_VL_4B_HEAD, "scheduler": (FLOW, {"shift": 6.93})},
-        {"tokenizer": 131072}, processor="Qwen3VLProcessor"),
-    "lodestones/Chroma1-HD": Published(
-        "ChromaPipeline", {
-            "transformer": ("ChromaTransformer2DModel", {}), "vae": KL_FLUX, "text_encoder": T5_XXL,
-            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
-        {"tokenizer": 512}),
+    "black-forest-labs/flux-3-image-klein-base": _pipeline(
+        "Flux3ModularPipeline", ("Flux3Transformer2DModel", {}), FLUX2_VAE, QWEN3_VL_4B_HEAD, (FLOW, {"shift": 6.93}),
+        131072, "Qwen3VLProcessor"),
+    "lodestones/Chroma1-HD": _pipeline(  # grid not confirmed; the pipeline computes the shift
+        "ChromaPipeline", ("ChromaTransformer2DModel", {}), KL_FLUX, T5_XXL, FLUX_GRID, 512),
     "Qwen/Qwen-Image": _qwen_image(),
     "Qwen/Qwen-Image-2512": _qwen_image(),  # its parts are those of Qwen-Image; no file of its own was read
     # Sizes are the defaults of diffusers' classes: 7.1B and 32 layers, as published.
@@ -294,32 +280,24 @@ MODELS: dict[str, Published] = {
             "scheduler": (FLOW, {"shift": 5.0})},  # not confirmed; no weight has this size
         {"tokenizer": 131072, "tokenizer_2": 1024}),
     # Copies of transformer/config.json, scheduler_config.json and text_encoder/config.json on the hub.
-    "baidu/ERNIE-Image": Published(
-        "ErnieImagePipeline", {
-            "transformer": ("ErnieImageTransformer2DModel", {
-                "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288,
-                "text_in_dim": 3072}),
-            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": MINISTRAL_3B, "scheduler": (FLOW, {"shift": 4.0})},
-        {"tokenizer": 131072}),
+    "baidu/ERNIE-Image": _pipeline(
+        "ErnieImagePipeline", ("ErnieImageTransformer2DModel", {
+            "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288,
+            "text_in_dim": 3072}), FLUX2_VAE, MINISTRAL_3B, (FLOW, {"shift": 4.0}), 131072),
     "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline", "Qwen2VLProcessor"),
-    "Efficient-Large-Model/Sana_1600M_512px_diffusers": Published(
-        "SanaPipeline", {
-            "transformer": ("SanaTransformer2DModel", {"caption_channels": 2304, "sample_size": 16}), "vae": DC_AE,
-            "text_encoder": GEMMA2_2B,
-            "scheduler": ("DPMSolverMultistepScheduler", _unipc(3.0)[1])},
-        {"tokenizer": 8192}),
+    "Efficient-Large-Model/Sana_1600M_512px_diffusers": _pipeline(
+        "SanaPipeline", ("SanaTransformer2DModel", {"caption_channels": 2304, "sample_size": 16}), DC_AE, GEMMA2_2B,
+        ("DPMSolverMultistepScheduler", _unipc(3.0)[1]), 8192),
     "Tongyi-MAI/Z-Image-Turbo": _z_image(3.0),
     "Tongyi-MAI/Z-Image": _z_image(6.0),  # not confirmed
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_WAN_1B),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_WAN_14B, shift=5.0),  # not confirmed; the recipe sets its own grid
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _wan(_WAN_14B, _WAN_14B, boundary_ratio=0.875),
     # scripts/convert_wan_to_diffusers.py of diffusers: Wan2.2-TI2V-5B
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Published(
-        "WanPipeline", {
-            "transformer": ("WanTransformer3DModel", {
-                "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
-            "scheduler": _unipc(5.0), "vae": WAN22_VAE, "text_encoder": UMT5_XXL},
-        {"tokenizer": 512}, {"expand_timesteps": True}),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": _wan(
+        ("WanTransformer3DModel", {
+            "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
+        shift=5.0, vae=WAN22_VAE, expand_timesteps=True),
     "Lightricks/LTX-2": _ltx(
         30, 2, {}, {"audio_connector_attention_head_dim": 128},
         {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024)},
@@ -353,9 +331,8 @@ MODELS: dict[str, Published] = {
 
 def _janus(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
     """Configuration of a Janus-Pro; its vision tower and its autoencoder have the sizes of transformers' defaults."""
-    return {"text_config": {"model_type": "llama", "vocab_size": 102400, "hidden_size": width,
-                            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-                            "num_key_value_heads": heads, "max_position_embeddings": 16384},
+    return {"text_config": {"model_type": "llama"} | _decoder(102400, width, inner, layers, heads, heads,
+                                                              max_position_embeddings=16384),
             "vision_config": {"projection_dim": width}, "tie_word_embeddings": False,
             "vq_config": {"projection_dim": width, "image_token_embed_dim": width}}
 

@@ -65,7 +65,7 @@ def _load_and_run(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dic
             state.restore(trainer, ready.last)
         trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
         with endings.explain_not_finite(trainer, config.folder):
-            return trainer.extensions.whole_run(partial(_run, ready, trainer, listed))
+            return trainer.extensions.whole_run(partial(_run, ready, trainer, listed))()
 
 
 def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:

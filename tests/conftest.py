@@ -1,8 +1,11 @@
-"""Settings of the test session: threads of workers, and a random order of the tests."""
+"""Settings of the test session: threads of workers, and a random order of the tests; fixtures of many tests."""
 
 import gc
 import os
 import random
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["tests.tiers"]
 
@@ -39,3 +42,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The folder of a tiny Stable Diffusion 3."""
+    from tests.helpers import tiny  # once the variables above are set
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The test's own folder, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -41,9 +41,6 @@ def test_calls_are_recorded_and_run_again():
     bench_overhead.bare(trainer, calls)
 
 
-ROOT = Path(__file__).parent.parent
-
-
 PROMPTS, BASE = 40, 10  # measured prompts, and those that the base gets right
 STARTER = {"flow_grpo": 20, "mix_grpo+grpo_guard": 36, "draft": 20, "ddpo": 12}  # and those of every method
 TEXT = {"grpo": 20, "rloo": 32}
@@ -123,7 +120,7 @@ def test_the_benchmark_says_what_the_benches_found(folders, docs):
     assert "One seed:" in texts
 
 
-def test_the_command_of_a_section_makes_the_same_bench(folders):
+def test_the_command_of_a_section_makes_the_same_bench_and_names_the_swept_methods(folders, tmp_path):
     """`--points` of the benches here is 2, `--prompts` 40."""
     for folder, rates in zip(folders, (TEXT, STARTER)):
         words = shlex.split(bench_pages.command(bench_results.collected(folder)))
@@ -133,9 +130,6 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
         assert given["model"] == ("starter_text" if swept else "starter") and given["sweep"] == ("all" if swept else "")
         assert [given[key] for key in ("evaluations", "seeds", "points", "prompts", "reference")] == [
             40_000, 1 if swept else 2, 2, PROMPTS, None]
-
-
-def test_a_command_names_the_swept_methods(tmp_path):
     folder = bench(tmp_path / "some", "starter_text", TEXT, 1, {"rloo": (3.0, 1.0)})
     assert " --sweep rloo --methods " in bench_pages.command(bench_results.collected(folder))
 

@@ -15,8 +15,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "comfyui"
 
 
 @pytest.fixture
-def node(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def node(here):
     spec = importlib.util.spec_from_file_location("flowgrpo_vote", FOLDER / "__init__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

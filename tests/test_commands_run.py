@@ -199,12 +199,7 @@ def typed(tmp_path_factory) -> Iterator[Typed]:
     two_prompts = itertools.repeat("a red hat\ntwo owls")
     with (stand_in_hub.served() as hub, chat_endpoint.served(two_prompts) as url,
           pytest.MonkeyPatch.context() as patch):
-        constants = huggingface_hub.constants
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                      f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
-        patch.setattr(constants, "ENDPOINT", hub.url)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        patch.setattr(constants, "HF_HUB_CACHE", str(place / "cache"))
+        stand_in_hub.reach(hub, patch, place / "cache")
         patch.setenv("HF_TOKEN", "hf_x")
         patch.setenv("BRAND_KEY", "key")
         for name, model in published.MODELS.items():

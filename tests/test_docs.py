@@ -149,8 +149,7 @@ def test_scripts_formulas_and_generator_notes():
                 re.findall(r"\\right\b", part)) and "$" not in part, (page, part)
     texts = {str(page): page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     assert [page for page, text in texts.items() if "::test_" in text] == []
-    noted = {Path(page).name for page, text in texts.items() if "do not edit" in text[:600]}
-    assert noted == set()
+    assert {Path(page).name for page, text in texts.items() if "do not edit" in text[:600]} == set()
 
 
 def test_pages_and_what_the_package_says_have_the_words_of_the_field(capsys):
@@ -274,14 +273,11 @@ def test_recipes_stay_short_and_load():
         assert len(recipe.read_text().splitlines()) < 40 and load(recipe).name == recipe.stem
 
 
-def test_the_table_of_recipes_says_what_the_recipes_say():
+def test_the_tables_of_recipes_and_of_learning_rates_are_those_of_recipes_and_runs():
     """Written anew by `python scripts/docs/recipe_table.py --none`."""
     script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
-
-
-def test_the_table_of_learning_rates_is_that_of_its_runs():
-    """Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`."""
+    # Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`.
     script = runpy.run_path(str(ROOT / "scripts" / "measure" / "tune_rates.py"))
     runs = json.loads((ROOT / "docs" / "data" / "rates.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,11 +34,7 @@ from tests.helpers.refusals import error_line, message
 
 find_module = importlib.import_module("flowgrpo.rewards.find")
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
-
-
-def small(output: Path) -> dict:
-    kept = tiny.config(output, train__epochs=1).model_dump(exclude_unset=True)
-    return {key: value for key, value in kept.items() if key not in ("reward", "method", "model", "prompts")}
+small = partial(tiny.options, train__epochs=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,11 @@ def nameless(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_the_configuration_names_what_lies_in_files(run):
+def test_the_configuration_names_what_lies_in_files_and_commands_of_the_run_work(run, tmp_path):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
     assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
     assert {prompt.text for side in sets.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
-
-
-def test_commands_of_a_run_work(run, tmp_path):
     assert main(["compare", "grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
     assert main(["export", str(run), "--form", "merged", "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "grid.png").is_file() and (tmp_path / "merged" / "model_index.json").is_file()
@@ -87,8 +81,7 @@ def test_a_copied_folder_repeats_with_the_files_in_it(tmp_path, monkeypatch):
     (own / "made").mkdir(parents=True)
     (own / "red.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
     Image.new("RGB", (16, 16), "red").save(own / "made" / "a.png")
-    held = {"prompt": "held out", "image": "made/a.png"}
-    (own / "held_out.jsonl").write_text(json.dumps(held))
+    (own / "held_out.jsonl").write_text(json.dumps({"prompt": "held out", "image": "made/a.png"}))
     call = pipelines.make("FluxKontextPipeline")[1] | {"height": 16, "width": 16, "max_area": 256}
     call |= {"_auto_resize": False}
     settings = tiny.config("runs", model=str(model), train__epochs=1, held_out="runs/run/held_out.jsonl",
@@ -154,8 +147,7 @@ def test_an_edited_file_is_imported_again_by_the_next_run(tmp_path):
 
 def test_a_reward_without_a_file_goes_by_its_name(tmp_path):
     flowgrpo.align(tiny.sd3(), {lambda images, prompts: tiny.red(images, prompts): 1.0}, TEXTS, **small(tmp_path))
-    config = load(tmp_path / "run" / "config.yaml")
-    assert config.trained["<lambda>"].use is None
+    assert load(tmp_path / "run" / "config.yaml").trained["<lambda>"].use is None
     with pytest.raises(UserError, match="unknown reward '<lambda>'.* given from Python has to be in a file"):
         find("<lambda>")
 
@@ -188,7 +180,6 @@ def decorated(tmp_path):
     yield file
     for name in ("reddish", "dark"):
         find_module._registered.pop(name, None)
-        find_module._files.pop(name, None)
 
 
 @pytest.mark.fast
@@ -248,8 +239,7 @@ def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_p
     assert config.method == "mix_grpo"
     assert config.parts == {"plan": {"type": "Sliding", "size": 1}, "shaping": {"type": "object:Local", "factor": 0.25}}
     more = given | {"train": given["train"] | {"epochs": 2}}
-    summary = flowgrpo.align(load_pipeline(str(tmp_path / "model")), method=method, resume=True, **more)
-    assert summary["epochs"] == 2
+    assert flowgrpo.align(load_pipeline(str(tmp_path / "model")), method=method, resume=True, **more)["epochs"] == 2
     registry.GIVEN.clear()  # as in another process
     line = error_line(capsys, "train", "--trust", str(tmp_path / "run" / "config.yaml"), "--resume")
     assert "parts.shaping.type: object:Local was an object of a Python run, in no file: pass it again" in line

@@ -115,8 +115,7 @@ def test_a_section_that_fails_dies_or_hangs_leaves_the_other_groups(tmp_path):
     sections = [Section(name, 1, group, seconds) for name, group, seconds in (
         ("fails", "one", 5), ("whole", "one", 5), ("dies", "two", 5), ("behind", "two", 5), ("hangs", "three", -9.5),
         ("last", "four", 5), ("long", "five", 500))]
-    results = gpu_minutes.Results(file, {"commit": COMMIT})
-    gpu_minutes.run(results, [], tuple(sections), 100, {}, worker)
+    gpu_minutes.run(gpu_minutes.Results(file, {"commit": COMMIT}), [], tuple(sections), 100, {}, worker)
     found = {entry["name"]: entry for entry in json.loads(file.read_text())["sections"]}
     assert {name: len(entry["lines"]) for name, entry in found.items()} == {
         "fails": 1, "whole": 1, "dies": 1, "behind": 0, "hangs": 1, "last": 1, "long": 0}

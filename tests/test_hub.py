@@ -49,17 +49,6 @@ def test_a_folder_that_a_recipe_puts_together_is_no_hub_id(offline, silent, caps
     assert "hub id" in said and "; the first lines of the recipe skyreels_i2v put that folder together" in said
 
 
-def test_a_cached_model_is_loaded_from_the_cache_then(silent, capsys):
-    place = silent / "models--owner--name"
-    (place / "snapshots" / "abc").mkdir(parents=True)
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("abc")
-    (place / "snapshots" / "abc" / "model_index.json").write_text("{}")
-    hub.require("owner/name")
-    assert constants.HF_HUB_OFFLINE
-    assert "owner/name is loaded from the hub's cache" in capsys.readouterr().err
-
-
 def test_any_answer_is_one(monkeypatch):
     """A server that refuses the request is there."""
     class Refusing(BaseHTTPRequestHandler):
@@ -74,10 +63,18 @@ def test_any_answer_is_one(monkeypatch):
         assert hub.answers(f"http://127.0.0.1:{server.server_port}")
 
 
-def test_nothing_is_asked_for_a_model_that_is_here(silent, tmp_path):
+def test_nothing_is_asked_for_a_model_that_is_here_and_a_cached_one_is_loaded_from_the_cache(silent, tmp_path, capsys):
     hub.require("starter")
     hub.require(str(tmp_path))
     assert not constants.HF_HUB_OFFLINE
+    place = silent / "models--owner--name"
+    (place / "snapshots" / "abc").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots" / "abc" / "model_index.json").write_text("{}")
+    hub.require("owner/name")
+    assert constants.HF_HUB_OFFLINE
+    assert "owner/name is loaded from the hub's cache" in capsys.readouterr().err
 
 
 class Answer:
@@ -117,6 +114,5 @@ def test_a_repository_that_the_hub_refuses_is_told_in_one_line(error, told, monk
         monkeypatch.setattr(cls, "from_pretrained", refuse)
     for load in (load_pipeline, load_causal_lm, load_masked_lm):
         caught = message(load, "owner/name")
-        page = f"{constants.ENDPOINT}/owner/name"
-        assert told.format(page=page) in caught
+        assert told.format(page=f"{constants.ENDPOINT}/owner/name") in caught
         assert caught.startswith("cannot load the ") and "'owner/name'" in caught

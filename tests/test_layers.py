@@ -139,13 +139,9 @@ def test_imports_point_down(imports):
     assert circle(imports) is None
 
 
-GENERATED = ("flowgrpo.methods.part_names",)
-
-
 @pytest.mark.fast
 def test_the_core_names_no_module_of_texts(trees):
-    """Neither as an import nor as a name that is loaded later, but for the two modules that `domains` lists, and the
-    generated tables."""
+    """Neither as an import nor as a name that is loaded later, but for the two modules that `domains` lists."""
     texts = {name.removeprefix("flowgrpo.") for name in MODULES if name.startswith("flowgrpo.text.")}
     wrong = []
     for module, tree in trees.items():
@@ -155,7 +151,7 @@ def test_the_core_names_no_module_of_texts(trees):
                   if other.startswith("flowgrpo.text")]
         named = [str(node.value).partition(":")[0] for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         wrong += [f"{module} names {name}" for name in named if name == "flowgrpo.text"
-                  or name.removeprefix("flowgrpo.") in texts and module not in GENERATED]
+                  or name.removeprefix("flowgrpo.") in texts]
     assert wrong == ["flowgrpo.domains names flowgrpo.text"]
 
 
@@ -204,7 +200,7 @@ ATTRIBUTES, OWN_IMPORTS = 20, 25  # of a class; of a module, the modules of the 
 MORE_ATTRIBUTES = {"flowgrpo.config.schema.Config": 27,
                    "flowgrpo.policies.pipelines.pipeline.PipelinePolicy": 32,
                    "flowgrpo.text.policies.causal_lm.CausalLM": 25, "flowgrpo.trl.ddpo.DDPOConfig": 42}
-MORE_IMPORTS = {"flowgrpo.evaluation.images": 26}
+MORE_IMPORTS: dict[str, int] = {}
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -245,14 +241,11 @@ def loaded(code: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-def test_an_image_run_loads_no_module_of_language_models_and_records_of_contrib_alone(tmp_path):
+def test_an_image_run_and_the_presets_of_images_load_no_module_of_language_models(tmp_path):
     options = ["train", "configs/starter.yaml", "--train.epochs=1", "--train.prompts=2", "--train.group=4",
                "--train.updates=1", "--train.steps=4", "--train.lr=1e-3", "--eval.prompts=2", "--eval.steps=2",
                "--eval.every=0", "--device=cpu", f"--output={tmp_path / 'run'}"]
     assert loaded(f"from flowgrpo.cli import main\nassert main({options!r}) == 0") == LIGHT
-
-
-def test_the_presets_of_images_load_no_more():
     made = {name: PRESETS[name]() for name in PRESETS if name not in presets.OF_TEXT}
     # A match of distributions is a feature of contrib, which its presets load.
     of_images = [name for name, method in made.items() if not method.for_tokens and method.loss.distil is None]
@@ -268,24 +261,17 @@ for name in {of_images!r}:
     assert loaded(code) == LIGHT
 
 
-def test_the_table_of_text_presets_is_that_of_their_modules():
+def test_tables_of_presets_fields_features_and_rewards_name_what_is_there():
     for module, names in presets.OF_DOMAINS.items():
         assert [*presets.of_module(import_module(f"flowgrpo.{module}"))] == names, module
     found = {file.stem for file in (ROOT / "flowgrpo" / "text" / "presets").glob("*.py")} - {"__init__"}
     assert {module.rpartition(".")[2] for module in presets.OF_DOMAINS} == found
-    texts = {name for name in PRESETS if PRESETS[name]().for_tokens}
-    assert texts == {*presets.OF_TEXT} | presets.TEXT_ALONE
-
-
-def test_the_fields_of_language_models_are_names_of_parts():
+    assert {name for name in PRESETS if PRESETS[name]().for_tokens} == {*presets.OF_TEXT} | presets.TEXT_ALONE
     from flowgrpo.text import targets
     classes = [cls for cls in vars(targets).values() if dataclasses.is_dataclass(cls)
                and cls.__module__ == targets.__name__]
     fields = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert {"decoding", "draws", "relaxation"} <= fields <= registry.NAMES
-
-
-def test_features_and_the_table_of_rewards_name_what_is_there():
     for feature in features.all():
         for place in filter(None, (feature.extension, feature.memory, feature.dry_run)):
             assert callable(features.at(place)), place

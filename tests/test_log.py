@@ -29,7 +29,7 @@ def terminal(monkeypatch, columns=80):
     os.close(outer)
 
 
-def test_a_terminal_shows_a_bar_and_a_spinner(monkeypatch):
+def test_a_terminal_shows_a_bar_and_a_spinner_and_one_without_a_size_is_written_to_as_a_file(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     with terminal(monkeypatch) as expect:
         with log.bar(range(4), title="scoring", unit="image") as shown:
@@ -37,14 +37,15 @@ def test_a_terminal_shows_a_bar_and_a_spinner(monkeypatch):
             assert [*shown] == [0, 1, 2, 3]
         with log.status("loading"):
             expect("loading")
-
-
-def test_a_terminal_without_a_size_is_written_to_as_a_file(monkeypatch):
     with terminal(monkeypatch, columns=0):
         assert sys.stderr.isatty() and not log.in_terminal()
 
 
-def test_a_file_gets_lines_once_work_is_long(capsys, monkeypatch):
+def test_a_file_gets_a_status_and_work_that_is_long_in_lines_and_of_a_silent_process_nothing(capsys, monkeypatch):
+    with log.status("loading") as update:
+        update("loading more")
+    assert [*log.bar(range(3), title="scoring", shown=False)] == [0, 1, 2]
+    assert capsys.readouterr() == ("", "loading ...\n")
     assert [*log.bar(range(3), title="scoring", unit="image")] == [0, 1, 2]
     assert capsys.readouterr().err == ""  # it took less than FIRST
     monkeypatch.setattr(log, "FIRST", 1e-6)
@@ -53,10 +54,3 @@ def test_a_file_gets_lines_once_work_is_long(capsys, monkeypatch):
         shown.update(1)  # within EVERY
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("scoring: 3/4 [00:00<00:0") and line.endswith("image/s]")
-
-
-def test_a_file_gets_a_status_as_a_line_and_a_silent_process_nothing(capsys):
-    with log.status("loading") as update:
-        update("loading more")
-    assert [*log.bar(range(3), title="scoring", shown=False)] == [0, 1, 2]
-    assert capsys.readouterr() == ("", "loading ...\n")

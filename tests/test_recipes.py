@@ -24,8 +24,9 @@ from flowgrpo.gaussian import log_prob
 from flowgrpo.gpus import GPUS
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.methods.setup import Setup
-from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
+from flowgrpo.objectives.ratios import PlainRatio
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import SubjectScore
@@ -42,42 +43,22 @@ from tests.helpers import loop, tiny_text, tiny_vision
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "configs"
 # The pipeline class of each recipe's model, and the process of its scheduler.
-PIPELINES = {
-    "sd15": ("StableDiffusionPipeline", "vp"),
-    "sdxl": ("StableDiffusionXLPipeline", "vp"),
-    "sdxl_turbo_24gb": ("StableDiffusionXLPipeline", "vp"),
-    "flux_schnell_24gb": ("FluxPipeline", "flow"),
-    "sd35_medium": ("StableDiffusion3Pipeline", "flow"),
-    "flux_dev": ("FluxPipeline", "flow"),
-    "flux_kontext": ("FluxKontextPipeline", "flow"),
-    "flux2_klein": ("Flux2KleinPipeline", "flow"),
-    "qwen_image": ("QwenImagePipeline", "flow"),
-    "qwen_image_edit": ("QwenImageEditPlusPipeline", "flow"),
-    "z_image": ("ZImagePipeline", "flow"),
-    "sana": ("SanaPipeline", "flow"),
-    "wan21_1b": ("WanPipeline", "flow"),
-    "wan21_14b": ("WanPipeline", "flow"),
-    "wan22": ("WanPipeline (2.2)", "flow"),
-    "wan22_5b": ("WanPipeline (2.2, dense)", "flow"),
-    "ltx2": ("LTX2Pipeline", "flow"),
-    "hunyuan_video": ("HunyuanVideoPipeline", "flow"),
-    "hunyuan_video15": ("HunyuanVideo15Pipeline", "flow"),
-    "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
-    "flux2_dev": ("Flux2Pipeline", "flow"),
-    "krea2_24gb": ("Krea2Pipeline", "flow"),
-    "ernie_image_24gb": ("ErnieImagePipeline", "flow"),
-    "qwen_image_2512_24gb": ("QwenImagePipeline", "flow"),
-    "qwen_image_21_24gb": ("QwenImage21Pipeline", "flow"),
-    "hunyuan_image_21_24gb": ("HunyuanImagePipeline", "flow"),
-    "anima_24gb": ("AnimaModularPipeline", "flow"),
-    "flux3_klein_24gb": ("Flux3ModularPipeline", "flow"),
-    "ltx25_80gb": ("LTX2Pipeline", "flow"),
-    "z_image_base_24gb": ("ZImagePipeline", "flow"),
-    "flux2_klein_9b_24gb": ("Flux2KleinPipeline", "flow"),
-    "chroma_24gb": ("ChromaPipeline", "flow"),
-    "sdxl_4steps_24gb": ("StableDiffusionXLPipeline", "vp"),
-    "z_image_4steps_24gb": ("ZImagePipeline", "flow"),
-    "wan21_1b_4steps_24gb": ("WanPipeline", "flow")}
+PIPELINES = {name: (pipeline, kind) for kind, pipelines in {
+    "vp": {"StableDiffusionPipeline": "sd15",
+           "StableDiffusionXLPipeline": "sdxl sdxl_turbo_24gb sdxl_4steps_24gb"},
+    "flow": {"FluxPipeline": "flux_schnell_24gb flux_dev", "StableDiffusion3Pipeline": "sd35_medium",
+             "FluxKontextPipeline": "flux_kontext", "Flux2KleinPipeline": "flux2_klein flux2_klein_9b_24gb",
+             "QwenImagePipeline": "qwen_image qwen_image_2512_24gb", "QwenImageEditPlusPipeline": "qwen_image_edit",
+             "ZImagePipeline": "z_image z_image_base_24gb z_image_4steps_24gb", "SanaPipeline": "sana",
+             "WanPipeline": "wan21_1b wan21_14b wan21_1b_4steps_24gb", "WanPipeline (2.2)": "wan22",
+             "WanPipeline (2.2, dense)": "wan22_5b", "LTX2Pipeline": "ltx2 ltx25_80gb",
+             "HunyuanVideoPipeline": "hunyuan_video", "HunyuanVideo15Pipeline": "hunyuan_video15",
+             "HunyuanSkyreelsImageToVideoPipeline": "skyreels_i2v", "Flux2Pipeline": "flux2_dev",
+             "Krea2Pipeline": "krea2_24gb", "ErnieImagePipeline": "ernie_image_24gb",
+             "QwenImage21Pipeline": "qwen_image_21_24gb", "HunyuanImagePipeline": "hunyuan_image_21_24gb",
+             "AnimaModularPipeline": "anima_24gb", "Flux3ModularPipeline": "flux3_klein_24gb",
+             "ChromaPipeline": "chroma_24gb"}}.items()
+    for pipeline, names in pipelines.items() for name in names.split()}
 # For other GPUs, of the recipe whose name they begin with: one of them, or eight.
 SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_24gb", "flux_dev_48gb",
            "flux_kontext_48gb", "flux2_klein_24gb", "qwen_image_48gb", "qwen_image_80gb", "z_image_24gb", "sana_24gb",
@@ -92,23 +73,14 @@ DRAWING = {"janus_pro_1b"}  # models of image tokens
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 
-def test_every_recipe_is_tried_here():
+def test_every_recipe_is_tried_here_and_has_its_table_on_the_current_page():
     assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS, *DRAWING}
-
-
-def test_every_recipe_with_cps_is_held_to_its_range():
     configs = {name: load(FOLDER / f"{name}.yaml") for name in PIPELINES}
     assert set(CPS_RECIPES) == {name for name, config in configs.items()
                                 if config.parts.get("kernel", {}).get("type") == "CPS"}
-
-
-def test_the_page_is_current():
-    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
-
-
-def test_every_recipe_has_its_table():
     files = {file.stem for file in paper_tables.FOLDER.glob("*.yaml")}
     assert files == {f"{paper}_{task}" for paper, task in RECIPES}
+    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -257,8 +229,7 @@ def test_recipes_with_cps_clip_where_the_released_code_does(name):
         std = kernel(torch.zeros(1, 1).double(), torch.zeros(1, 1).double(), grid, step).std
         old = moved(std, 0 * sides)
         for share, clips in ((0.99, False), (1.01, True)):
-            new = moved(std, share * 1e-5 * sides)
-            log_ratio = loss.log_ratio(new, old)
+            log_ratio = loss.log_ratio(moved(std, share * 1e-5 * sides), old)
             torch.testing.assert_close(log_ratio, share * 1e-5 * sides, rtol=1e-6, atol=0)
             assert loss.surrogate.clip_mask(log_ratio, sides, old.logp).tolist() == [[clips], [clips]]
             plain = PlainRatio()(moved(std, share * factor * 1e-5 * sides), old)
@@ -361,8 +332,7 @@ RECIPES = [(paper, task) for paper, facts in paper_tables.papers().items() for t
 def test_a_recipe_has_keys_that_are_read_and_shares_its_samples_among_eight(paper, task):
     config, method = paper_tables.recipe(paper, task)
     keys_read.check(Setup(config, build.PIPELINE, method))
-    shape = geometry(config.train, paper_tables.GPUS)
-    assert paper_tables.GPUS * shape.prompts == config.train.prompts
+    assert paper_tables.GPUS * geometry(config.train, paper_tables.GPUS).prompts == config.train.prompts
 
 
 @pytest.mark.parametrize("paper, task, key, ours", [

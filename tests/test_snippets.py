@@ -62,10 +62,9 @@ def test_yaml_that_is_shown_loads(document, tmp_path):
         assert config.load(file).model_dump(exclude_unset=True).keys() >= content.keys() - {"extends"}
 
 
-def test_the_laptops_python_trains_and_stock_diffusers_reads_it(tmp_path, monkeypatch):
+def test_the_laptops_python_trains_and_stock_diffusers_reads_it(here):
     """The call of docs/get_started/laptop.md, shortened, and the pipeline of docs/reference/files.md with its LoRA."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "flowgrpo").symlink_to(ROOT / "flowgrpo")
+    (here / "flowgrpo").symlink_to(ROOT / "flowgrpo")
     [call] = blocks("python", ROOT / "docs" / "get_started" / "laptop.md")
     [loading] = blocks("python", ROOT / "docs" / "reference" / "files.md")
     names: dict[str, Any] = {}
@@ -73,8 +72,8 @@ def test_the_laptops_python_trains_and_stock_diffusers_reads_it(tmp_path, monkey
         for shown, short in SHORT.items():
             block = block.replace(shown, short)
         exec(compile(block, "shown.py", "exec"), names)
-    assert {"before", "after"} <= names["summary"].keys() and (tmp_path / "runs" / "first").is_dir()
-    assert names["image"].size == (64, 64) and (tmp_path / "star.png").exists()
+    assert {"before", "after"} <= names["summary"].keys() and (here / "runs" / "first").is_dir()
+    assert names["image"].size == (64, 64) and (here / "star.png").exists()
 
 
 def test_rewards_that_are_shown_score():
@@ -145,13 +144,12 @@ def bench_example() -> tuple[str, str]:
     return mine, "".join(line for line in mine.splitlines(True) if not line.startswith("parts:"))
 
 
-def test_the_benchs_own_methods_run(tmp_path, monkeypatch, capsys):
+def test_the_benchs_own_methods_run(here, capsys):
     """The commands of docs/bench.md with files as printed, for one epoch of each method."""
-    monkeypatch.chdir(tmp_path)
     Path("soft_gate.py").write_text(next(blocks("python", ROOT / "docs" / "extending.md")))
     for name, text in zip(("mine.yaml", "mix2.yaml"), bench_example()):
         Path(name).write_text(text)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (here / "configs").symlink_to(ROOT / "configs")
     text = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
     [written, compared] = re.findall(r"^flowgrpo (new method .*|compare methods .*my_loss.*)$", text, re.M)
     assert main(written.split()) == 0

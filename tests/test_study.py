@@ -125,7 +125,7 @@ def test_right_images_are_those_of_the_prompts(tmp_path):
 SMALL = {"train.epochs": 1, "train.prompts": 2, "train.group": 2, "train.micro_batch": 4, "train.updates": 1}
 
 
-def test_new_rows_replace_the_same_ones_and_all_are_corrected_together():
+def test_new_rows_replace_the_same_ones_and_are_those_that_the_data_of_the_page_lack(tmp_path, monkeypatch):
     def row(name: str, p: float) -> dict[str, Any]:
         return {"name": name, "setting": "", "pool": "all", "p": p, "quantity": "accuracy", "without": [0.1] * 3,
                 "with": [0.2] * 3}
@@ -133,15 +133,11 @@ def test_new_rows_replace_the_same_ones_and_all_are_corrected_together():
     rows = study_statistics.merged(known, [row("b", 0.04), row("c", 0.03)])
     assert [each["name"] for each in rows] == ["a", "b", "c"]
     assert [each["holm"] for each in rows] == pytest.approx([0.03, 0.06, 0.06]) and rows[1]["p"] == 0.04
-
-
-def test_new_rows_are_those_that_the_data_of_the_page_lack(tmp_path, monkeypatch):
     held = {"rows": [dict(zip(study_statistics.KEYS, row.key)) for row in study_rows.ROWS if row.name != "limit"]}
     (tmp_path / "studies.json").write_text(json.dumps(held))
     monkeypatch.setattr(study_parts, "DATA", tmp_path / "studies.json")
     args = argparse.Namespace(new=True, only=None, pool=[study_settings.SCENES])
-    names = {row.name for row in study_rows.ROWS if row.key in study_parts.asked(args)}
-    assert names == {"limit"}
+    assert {row.name for row in study_rows.ROWS if row.key in study_parts.asked(args)} == {"limit"}
 
 
 def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None = None) -> dict[str, Any]:
@@ -177,7 +173,6 @@ def test_the_page_is_current_and_short():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     text = study_page.PAGE.read_text(encoding="utf-8")
     assert study_page.written(text, results) == text and study_page.page(results) in text, "run study_page.py"
-    results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     text = study_page.page(results)
     sure = [row for row in results["rows"] if row["verdict"] == 1 and row["holm"] < 0.05]
     assert len(text.splitlines()) <= 20 and len(sure) == 5

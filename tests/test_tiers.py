@@ -44,13 +44,10 @@ def test_a_function_keeps_as_many_cases_as_fit(seconds, cases):
         assert kept(chosen) == ["0", "2", "5"]
 
 
-def test_a_mark_or_a_change_keeps_all_cases():
+def test_a_mark_or_a_change_keeps_all_cases_and_the_fixture_of_a_file_counts_for_those_that_read_it():
     durations = {"tests/a/test_b.py::test_c": 9.0}
     assert len(tiers.fast(items("test_c", 4, marks=("fast",)), durations, set())) == 4
     assert len(tiers.fast(items("test_c", 4), durations, {ROOT / "tests/a/test_b.py"})) == 4
-
-
-def test_the_fixture_of_a_file_counts_for_those_that_read_it():
     durations = {"tests/a/test_b.py": 9.0}
     assert tiers.fast(items("test_c", 2, fixture="module"), durations, set()) == set()
     assert len(tiers.fast(items("test_c", 2, fixture="function"), durations, set())) == 2

@@ -15,12 +15,6 @@ from flowgrpo.storage import checkpoint
 from tests.helpers import tiny
 from tests.helpers.refusals import error_line
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
-
-
 GOOD_REWARD = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 
 
@@ -47,20 +41,11 @@ def told(capsys, *arguments: object) -> str:
     return lines[0]
 
 
-def test_the_recipe_works_where_nothing_is_wrong(recipe):
-    assert main(["train", "--trust", str(recipe)]) == 0
-
-
 ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()))
               if not here)
 
 
 @pytest.mark.parametrize("options, line", [
-    (["--train.lrr=1"], "unknown option --train.lrr: did you mean '--train.lr'?"),
-    (["--train.lr=fast"], "train.lr: got 'fast', expected a valid number or 'auto' or keys with values"),
-    (["--train.group=2.5"], "train.group: got 2.5, expected a valid integer"),
-    (["--train.lr=-1"], "train.lr: got -1, expected a number greater than 0"),
-    (["--seed=-1"], "seed: got -1, expected a number greater than or equal to 0"),
     (["--seed=5000000000"], "seed: got 5000000000, expected a number less than 4294967296"),
     (["--method=mixgrpo"], "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
     (["--parts.plan.sizes=3"], "unknown key parts.plan.sizes: did you mean 'size'?"),
@@ -94,6 +79,7 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
     (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
     (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--method=dpo"], "got a method of language models (it samples by Decoding), which this model is not: `flowgrpo"),
+    (["--image.height=17"], "StableDiffusion3Pipeline refuses its arguments: `height` and `width`"),
     (["--image.frames=8"], "`image`: StableDiffusion3Pipeline takes no 'num_frames'"),
     (["--image.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?")])
 def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):
@@ -101,23 +87,20 @@ def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recip
     assert not (recipe.parent / "runs").exists()
 
 
-def test_recipes_images_and_prompts_that_are_wrong(recipe, capsys):
-    assert "StableDiffusion3Pipeline refuses its arguments: `height` and `width`" in told(
-        capsys, recipe, "--image.height=17")
-    assert "no recipe at no.yaml" in told(capsys, "no.yaml")
-    recipe.write_text("train: [\n")
-    assert f"{recipe} is not valid YAML" in told(capsys, recipe)
-    recipe.write_text("train: {lrr: 1}\n")
-    assert f"{recipe}: unknown key 'train.lrr'" in told(capsys, recipe)
-
-
-def test_prompts_that_are_too_long(recipe, capsys):
+def test_prompt_files_and_prompts_that_are_too_long(recipe, capsys):
     prompts = recipe.with_name("prompts.txt")
     short = "\n".join(tiny.PROMPTS)
     prompts.write_text(f"{short}\n{'a' * 20_001}\n")
     assert "a prompt of 20,001 characters, expected 20,000 at most ('aaaa" in told(capsys, recipe)
     prompts.write_text(f"{short}\n{'a' * 1_000_002}\n")
     assert f"{prompts}, line {len(tiny.PROMPTS) + 1}: a prompt of 1,000,002 characters" in told(capsys, recipe)
+    prompts = recipe.with_name("prompts.txt")
+    prompts.write_text("\n\n")
+    assert f"prompts {prompts}: the file holds no prompt" in told(capsys, recipe)
+    prompts.write_text("only one\n")
+    assert "1 different prompts cannot be parted" in told(capsys, recipe)
+    prompts.unlink()
+    assert f"prompts {prompts}: no such file" in told(capsys, recipe)
 
 
 def test_memory_that_runs_out_on_a_cpu(recipe, capsys):
@@ -131,16 +114,6 @@ def test_memory_that_runs_out_on_a_cpu(recipe, capsys):
     recipe.with_name("good.py").write_text(GOOD_REWARD)
     assert "out of memory (" in told(capsys, recipe, f"--method=mix_grpo+{recipe.with_name('method.py')}:large",
                                      f"--reward={recipe.with_name('good.py')}:red")
-
-
-def test_prompt_files(recipe, capsys):
-    prompts = recipe.with_name("prompts.txt")
-    prompts.write_text("\n\n")
-    assert f"prompts {prompts}: the file holds no prompt" in told(capsys, recipe)
-    prompts.write_text("only one\n")
-    assert "1 different prompts cannot be parted" in told(capsys, recipe)
-    prompts.unlink()
-    assert f"prompts {prompts}: no such file" in told(capsys, recipe)
 
 
 def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
@@ -182,13 +155,6 @@ def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reward_file_that_does_not_import(recipe, capsys):
-    recipe.with_name("reward.py").write_text("import nothing_of_that_name\n")
-    assert "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'" in told(capsys, recipe)
-    recipe.with_name("reward.py").write_text(GOOD_REWARD)
-    assert "has no 'rde': did you mean 'red'?" in told(capsys, recipe, f"--reward={recipe.parent}/reward.py:rde")
-
-
 def failing_at_call(number: int, statement: str) -> str:
     return (f"calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
             f"    if calls == {number}:\n        {statement}\n    return images[:, 0].mean((1, 2))\n")
@@ -196,11 +162,7 @@ def failing_at_call(number: int, statement: str) -> str:
 
 @pytest.mark.parametrize("answer, line", [
     ("1 / 0", "raised on 4 samples (first prompt of the batch: '"),
-    ("[0.5]", "returned 1 value: expected 4 numbers"),
     ("[0.5, 0.5, float('nan'), 0.5]", "returned nan, expected a finite number"),
-    ("[0.5, 0.5, float('inf'), 0.5]", "returned inf, expected a finite number"),
-    ("images[:, :2].mean((2, 3))", "returned the shape [4, 2]: expected 4 numbers"),
-    ("None", "returned None: expected 4 numbers"),
     ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number")])
 def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
     """The first call is the trial, the second measures the base; two calls later the second epoch begins."""
@@ -218,8 +180,7 @@ def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, li
 @pytest.mark.fast
 def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
     """The fifth call measures the held-out prompts after the first epoch."""
-    file = recipe.with_name("reward.py")
-    file.write_text(failing_at_call(5, "raise OSError('judge unreachable')"))
+    recipe.with_name("reward.py").write_text(failing_at_call(5, "raise OSError('judge unreachable')"))
     assert "OSError: judge unreachable (reward.py, line 7)" in told(capsys, recipe, "--eval.every=1")
     run = recipe.parent / "runs" / "run"
     assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"
@@ -248,17 +209,15 @@ def test_a_misspelt_folder_is_told_without_asking_the_hub(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_not_there_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in (tmp_path, tmp_path / "runs"):
+def test_a_run_that_is_not_there_is_no_name_of_the_hub(here, capsys):
+    for folder in (here, here / "runs"):
         folder.mkdir(exist_ok=True)
         told = "no model or run 'runs/sdxl': runs has no folder of that name"
         assert error_line(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/x", "./x", "../b/c"])
-def test_a_path_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch, path):
-    monkeypatch.chdir(tmp_path)
+def test_a_path_is_no_name_of_the_hub(here, capsys, path):
     line = error_line(capsys, "sample", path, "--prompt=x")
     assert line.endswith(f"no model or run '{path}': there is no such folder")
     assert main(["check", path]) == 2
@@ -385,6 +344,6 @@ def test_the_right_command_follows_a_wrong_one_in_a_folder_that_was_there(world,
 
 
 def test_a_budget_that_is_measured_to_be_too_small_leaves_nothing(tmp_path, capsys):
-    line = "compare methods --model starter_text --methods dpo --reference dpo --evaluations 13000 --jobs 1 --prompts 2"
+    line = "compare methods --model starter_text --methods dpo --reference dpo --evaluations 12288 --jobs 1 --prompts 2"
     said = error_line(capsys, *line.split(), "--output", tmp_path / "bench")
-    assert "got 13,000, but the first epoch of dpo takes " in said and not [*tmp_path.iterdir()]
+    assert "got 12,288, but the first epoch of dpo takes " in said and not [*tmp_path.iterdir()]

@@ -1,6 +1,6 @@
 """Baselines other than the group's mean: `part(rewards [P, G, R], weights [R], context=None) -> advantages [P, G]`.
 
-Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps to +-clamp. A sample to which no reward
+Each but `Decoupled` compares the weighted sum of the rewards (`AdvantageRule.compare`). A sample to which no reward
 applies is left out of every statistic and has advantage 0. So has a group without variance, unless a part is designed
 to learn from it. `Paired` compares an edit with its base sample.
 
@@ -41,8 +41,8 @@ class VirtualBest(AdvantageRule):
     best: float = 1.0
     clamp: Clamp = 5.0
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        return virtual_best(weighted_sum(rewards, weights), self.best).clamp(-self.clamp, self.clamp)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return virtual_best(total, self.best)
 
 
 @part("advantage")
@@ -54,9 +54,8 @@ class First(AdvantageRule):
 
     clamp: Clamp = math.inf
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
-        return (total - total[:, :1]).nan_to_num(0).clamp(-self.clamp, self.clamp)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return (total - total[:, :1]).nan_to_num(0)
 
 
 @part("advantage", target="noise", reads_baseline=True, teaches=True)
@@ -72,33 +71,33 @@ class SameNoise(AdvantageRule):
     scale: Literal["none", "batch"] = "none"
     clamp: Clamp = 5.0
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         assert context is not None and context.samples.baseline is not None, "its rollout draws the baseline"
-        total = weighted_sum(rewards, weights)
         baseline = context.samples.baseline.to(total)[..., None]
         gains = total - below(baseline, baseline.shape[1] // total.shape[1])[..., 0]
         if self.scale == "batch":
             gains = gains / ((gains - gains.nanmean()).square().nanmean().sqrt() + 1e-4)
-        return gains.nan_to_num(0).clamp(-self.clamp, self.clamp)
+        return gains.nan_to_num(0)
 
 
 @part("advantage", single=True, compares=False, teaches=True)
 class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        return weighted_sum(rewards, weights).nan_to_num(0)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return total.nan_to_num(0)
 
 
 @part("advantage", single=True, compares=False)
 class Unrewarded(AdvantageRule):
     """0 for every sample: rewards are measured, and the KL alone trains (DiffusionOPD, 2605.15055)."""
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        return torch.zeros_like(weighted_sum(rewards, weights))
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return torch.zeros_like(total)
 
 
-@part("advantage")
+@part("advantage", teaches=lambda rule: rule.upper != 1,
+      needs=lambda rule: {"length": ("lengths",), "entropy": ("entropy",)}.get(rule.metric, ()))
 class Conditional(AdvantageRule):
     """`conditional` on a metric of the samples (CANON, 2509.23962).
 
@@ -112,18 +111,9 @@ class Conditional(AdvantageRule):
     upper: Annotated[float, AtLeast(0)] = 1.0
     clamp: Clamp = 5.0
 
-    @property
-    def teaches(self) -> bool:  # type: ignore[override]
-        return self.upper != 1
-
-    @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return {"length": ("lengths",), "entropy": ("entropy",)}.get(self.metric, ())
-
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         metric = of_samples(context, METRICS[self.metric], total, "Conditional")
-        return conditional(total, metric, self.mu, self.upper).clamp(-self.clamp, self.clamp)
+        return conditional(total, metric, self.mu, self.upper)
 
 
 @part("advantage", teaches=True)
@@ -137,9 +127,8 @@ class ShiftedMean(AdvantageRule):
     shift: Annotated[float, Above(-math.inf, below=math.inf)] = -0.1
     clamp: Clamp = 5.0
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
-        return (centre(total) - self.shift).masked_fill(total.isnan(), 0).clamp(-self.clamp, self.clamp)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return (centre(total) - self.shift).masked_fill(total.isnan(), 0)
 
 
 def virtual_best(rewards: Tensor, best: float) -> Tensor:
@@ -193,14 +182,13 @@ class Paired(AdvantageRule):
 
     clamp: Clamp = 5.0
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         if total.shape[1] % 2:
             raise ValueError(f"Paired: a group of {total.shape[1]}, expected pairs of a base and its edit")
         gains = total[:, 1::2] - total[:, ::2]
         advantages = total.new_zeros(total.shape)
         advantages[:, 1::2] = whiten(gains, ~gains.isnan())
-        return advantages.clamp(-self.clamp, self.clamp)
+        return advantages
 
 
 @part("advantage")
@@ -211,8 +199,7 @@ class Correctness(AdvantageRule):
     Right is a reward above the group's mean by more than rounding. A group that agrees has advantage 0.
     """
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         noise = RELATIVE_NOISE * total.abs().nan_to_num(0).amax(1, keepdim=True)
         right = (centre(total) > noise).to(total.dtype).masked_fill(total.isnan(), torch.nan)
         advantage = right - right.nanmean(dim=1, keepdim=True)
@@ -236,8 +223,7 @@ class Signed(AdvantageRule):
             raise ValueError(f"Signed: positive is {self.positive} and negative {self.negative}, expected 0 or more, "
                              "and one of them above 0")
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         right = (total >= self.threshold).to(total)
         return (right * self.positive - (1 - right) * self.negative).masked_fill(total.isnan(), 0)
 

@@ -44,6 +44,7 @@ class AdvantageRule(InDouble):
     adapts_weights: it moves the weights of rewards itself, so that no limit can.
     compares: False where advantages are the rewards themselves, such as labels.
     keeps_prior: it keeps a prior value of every prompt, which a redraw may read.
+    clamp: the bound of advantages.
     """
 
     single = teaches = False
@@ -51,12 +52,18 @@ class AdvantageRule(InDouble):
     reads_baseline = False
     adapts_weights = keeps_prior = False
     compares = True
+    clamp: float = math.inf
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         """Advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""
+        return self.compare(weighted_sum(rewards, weights), context).clamp(-self.clamp, self.clamp)
+
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        """Advantages [P, G] before they are clamped, of the weighted sum of the rewards [P, G], NaN where none applies.
+        """
         raise NotImplementedError
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
@@ -64,7 +71,8 @@ class AdvantageRule(InDouble):
         return None
 
 
-@part("advantage")
+# It compares with a history, or the whole batch.
+@part("advantage", single=lambda rule: rule.scale == "running", teaches=lambda rule: rule.scale == "running")
 class Advantage(AdvantageRule):
     """`combine` with its settings, as a part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
 
@@ -82,8 +90,6 @@ class Advantage(AdvantageRule):
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.buffer:
             raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
-        for name in ("single", "teaches"):  # it compares with a history, or the whole batch
-            object.__setattr__(self, name, self.scale == "running")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return combine(rewards, weights, self.scale, self.order, self.clamp, self.trim, context, self.buffer,
@@ -297,11 +303,10 @@ class Pooled(AdvantageRule):
     scale: Literal["group", "none", "leave_one_out"] = "group"
     clamp: Clamp = math.inf
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         assert context is not None, "Pooled needs a context with all prompts"
-        assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
-        total = weighted_sum(rewards, weights)
+        assert len(context.groups.prompts) == len(total), (len(context.groups.prompts), total.shape)
         advantages = torch.zeros_like(total)
         for rows in rows_of(context.groups.prompts).values():
             advantages[rows] = group_relative(total[rows].reshape(1, -1), self.scale).view(len(rows), -1)
-        return advantages.clamp(-self.clamp, self.clamp)
+        return advantages

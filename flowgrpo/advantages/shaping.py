@@ -119,7 +119,7 @@ class Overlong(Shaping):
         return rewards - punished[..., None]
 
 
-@part("shaping")
+@part("shaping", merges=True)
 class BradleyTerry(Shaping):
     """Labels sampled from rewards, anew each epoch: the first of two samples is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
@@ -129,7 +129,6 @@ class BradleyTerry(Shaping):
     """
 
     scale: Annotated[float, Above(0, below=math.inf)] = 1.0
-    merges = True
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()

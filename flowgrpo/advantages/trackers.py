@@ -47,17 +47,14 @@ def require_rates(part: str, total: Tensor) -> None:
 class Tracked(group.AdvantageRule):
     """Comparison with the history of a prompt: base class, which goes through the prompts."""
 
-    clamp: float
-
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
         assert context is not None, f"{type(self).__name__} compares with earlier epochs: it needs a context"
-        assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
-        total = group.weighted_sum(rewards, weights)
+        assert len(context.groups.prompts) == len(total), (len(context.groups.prompts), total.shape)
         advantages = torch.zeros_like(total)
         for prompt, rows in group.rows_of(context.groups.prompts).items():
             if not total[rows].isnan().all():
                 advantages[rows] = self.visit(prompt, total[rows], context.run)
-        return self.finish(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
+        return self.finish(advantages.masked_fill(total.isnan(), 0), ~total.isnan())
 
     def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         """Advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""

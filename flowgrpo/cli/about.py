@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from flowgrpo.cli.dry_run import predict
 from flowgrpo.cli.options import Trusted, recipe_and_options
 from flowgrpo.cli.prepare import show, size
 from flowgrpo.cli.reproduce import of_recipe
-from flowgrpo.cli.root import TRAIN, Words, app, has_words, list_app, no_row, print_table
+from flowgrpo.cli.root import TRAIN, Words, app, list_app, matching, print_groups, print_table
 from flowgrpo.config import parse
 from flowgrpo.config import recipes as packaged
 from flowgrpo.errors import UserError, nearest
@@ -119,15 +120,10 @@ def methods(
     words: Words = None,
 ) -> None:
     """List the presets that --method takes."""
-    tables = {title: [row for module in modules for row in _presets(module)] for title, modules in GROUPS.items()}
-    tables["From installed packages"] = [[name, point.value, f"package {point.dist.name}"]
-                                         for name, point in group_entry_points("flowgrpo.methods").items()]
-    tables = {title: [row for row in rows if has_words(words, row)] for title, rows in tables.items()}
-    if not any(tables.values()):
-        raise no_row("methods", words)
-    for title, rows in tables.items():
-        if rows:
-            print_table(["name", title, "source"], rows)
+    rows = [(title, row) for title, modules in GROUPS.items() for module in modules for row in _presets(module)]
+    rows += [("From installed packages", [name, point.value, f"package {point.dist.name}"])
+             for name, point in group_entry_points("flowgrpo.methods").items()]
+    print_groups(matching("methods", words, rows, itemgetter(1)), "name", "source")
     typer.echo("Formula, recipe and differences of each, and the parts: docs/methods/index.md")
 
 
@@ -139,17 +135,13 @@ def parts(
     from flowgrpo.methods import registry
     from flowgrpo.parts import settings
 
-    tables: dict[str, list[list[str]]] = {}
+    rows = []
     for name, place in registry.PLACES.items():
         does, source = _summary(registry.TYPES[name].__doc__ or "")
         fields = ", ".join(settings(registry.TYPES[name]).values())
-        row = [name, f"{does}: {fields}" if fields else does, source]
-        if has_words(words, [place, *row]):
-            tables.setdefault(f"parts.{place}", []).append(row)
-    if not tables:
-        raise no_row("parts", words)
-    for title, rows in tables.items():
-        print_table(["name", title, "source"], rows)
+        rows.append((place, [name, f"{does}: {fields}" if fields else does, source]))
+    found = matching("parts", words, rows, lambda row: [row[0], *row[1]])
+    print_groups([(f"parts.{place}", row) for place, row in found], "name", "source")
     typer.echo("What a place is, and the parts: docs/reference/parts.md")
 
 
@@ -180,9 +172,7 @@ def recipes(
     """List the packaged recipes: model, method, rewards, and the computed hours and memory on the GPUs that each is
     for. Words find those of papers too."""
     named = packaged.names() + (packaged.papers() if words else [])
-    rows = [row for row in map(_row, named) if has_words(words, row)]
-    if not rows:
-        raise no_row("recipes", words)
+    rows = matching("recipes", words, map(_row, named), list)
     if as_json:
         typer.echo(json.dumps([dict(zip(HEADS, row)) for row in rows], indent=2))
         return

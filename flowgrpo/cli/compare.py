@@ -64,7 +64,7 @@ def vote(
 
 
 @compare_app.command("methods", short_help="Compare methods on a packaged model from the same budget.")
-def bench(
+def compare_methods(
     methods: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Methods to compare, separated by "
                                          "commas: presets, presets joined by +, path/to/file.py:function, or recipe "
                                          "files with parts.")],
@@ -88,11 +88,9 @@ def bench(
 ) -> None:
     """Compare methods on a packaged model from the same budget: accuracy with intervals and tests, cost, KL and
     diversity. Writes results.md, .csv, .tex and .json, index.html and curves.pdf."""
-    from flowgrpo.tools.bench import models
-    from flowgrpo.tools.bench.bench import run
-    from flowgrpo.tools.bench.plan import Request
+    from flowgrpo.tools.bench import bench, models, plan
 
     of = models.MODELS[model]
     given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
-    run(Request(given, model, reference or of.reference, evaluations or of.evaluations, seeds, points, prompts, swept,
-                output, trusted), jobs)
+    bench.run(plan.Request(given, model, reference or of.reference, evaluations or of.evaluations, seeds, points,
+                           prompts, swept, output, trusted), jobs)

@@ -32,13 +32,10 @@ def evolve(
     config = settings_for(output, arguments, ("generations", "population", "spread"), trusted=trusted)
     if config.adapter.init is None:
         raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
-    from flowgrpo.methods.setup import Setup
-    from flowgrpo.methods.validate import resolve
-    from flowgrpo.policies import build, options
+    from flowgrpo.policies import options
     from flowgrpo.tools import evolve
 
-    kind = build.kind(config)
-    options.require_init(Setup(config, kind, resolve(config, build.process(kind))))
+    options.require_init(options.setup_of(config))
     policy, value = _value(config)
     lines = evolve.evolve(policy.weights, value, typer.echo, generations, population, spread, config.seed)
     typer.echo(evolve.write(policy.weights, output, lines))

@@ -14,6 +14,7 @@ import typer
 from flowgrpo.cli.options import Trusted, parse_rewards, recipe_and_options, recipe_argument, require_new_file
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.config import parse
+from flowgrpo.data.prompts import to_jsonl
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import inflect, quantity
 from flowgrpo.storage import atomic, paths
@@ -59,7 +60,6 @@ def data(
                         f"--likelihood, got {' and '.join(known) or 'none'}")
     from flowgrpo.data import selection
     from flowgrpo.data import sets as known_sets
-    from flowgrpo.data.prompts import to_jsonl
 
     names, weights = _parse_weights(sets)
     pools: list[list[Any]] = []
@@ -135,17 +135,14 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     if likelihood is not None:
         from flowgrpo.device import pick_device
         from flowgrpo.policies import build
-        from flowgrpo.policies.policy import resolve_precision
+        from flowgrpo.text.policies import engines
 
         config = parse.load(None, {"model": likelihood, "method": "grpo"})
         if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
             raise UserError(f"--likelihood: got {likelihood}, expected a causal language model")
-        device = pick_device(config.device)
-        config, _ = resolve_precision(config, device)
-        return recorded.likelihoods(build.make_policy(config, device), prompts)
+        return recorded.likelihoods(engines.load(config, None, pick_device(config.device)), prompts)
     if reward is None:
         raise UserError("--measure: needs --reward, the reward that gives the rate")
-    from flowgrpo.data.prompts import to_jsonl
     from flowgrpo.evaluation.evaluate import evaluate
 
     folder = output.with_suffix(".rates")

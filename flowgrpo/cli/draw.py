@@ -59,6 +59,7 @@ def sample(
     options.opening(context, trust_run, scorer)
     weight = options.one_weight(rlg)
     _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
+    from flowgrpo.evaluation import images
     from flowgrpo.policies import checkpoints
 
     model, weights = checkpoints.source(options.local_source(model), options.local_lora(lora), epoch)
@@ -67,8 +68,6 @@ def sample(
     rewriter = enhancer and options.local_source(enhancer)
     drawn: dict[str, Any] = {"count": count, "seed": seed, "precision": precision, "best_of": best_of, "by": scorer}
     if prompts is not None:
-        from flowgrpo.evaluation import images
-
         typer.echo(images.sample_file(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
                                       batch=batch, temperature=temperature, key=key, enhancer=rewriter,
                                       generates=generates, **drawn))
@@ -90,7 +89,6 @@ def sample(
     elif generates is not None:
         raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     else:
-        from flowgrpo.evaluation import images
         from flowgrpo.evaluation.samplers import Enhancer
 
         writer = None if rewriter is None else Enhancer(rewriter, seed)
@@ -158,7 +156,7 @@ def grid(
     """Compare before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
     several columns as PNG and HTML, for completions as Markdown and HTML."""
     options.opening(context, trust_run)
-    given_run, run = run, places.weights_of(options.local(run), epoch)
+    given_run, run = run, places.weights_of(Path(options.local_source(str(run))), epoch)
     if output is not None and output.suffix.lower() not in ("", ".png", ".md"):
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md; the HTML page "
                         "of --columns is written beside it")
@@ -166,12 +164,12 @@ def grid(
     if columns is None:
         if values:
             raise UserError("--values: are the values of --columns: give --columns too")
-        from flowgrpo.evaluation import images
+        from flowgrpo.evaluation import columns as pages
         from flowgrpo.text import evaluation as texts
 
         output = output or options.page_of(given_run, run, "grid.png")
         typer.echo(texts.grid(run, prompts, count, seed, output) if _writes("", run, weight) else
-                   images.grid(run, prompts, count, seed, output, weight))
+                   pages.grid(run, prompts, count, seed, output, weight))
         return
     if weight is not None:
         raise UserError("--rlg: does not go with --columns: for a column per weight, use --columns rlg --values 0,1,2")

@@ -31,17 +31,13 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     gpu = gpu_named(name)  # first: the imports below load torch
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    from flowgrpo.methods import keys_read, validate
-    from flowgrpo.methods.setup import Setup
-    from flowgrpo.policies import build, options
+    from flowgrpo.methods import keys_read
+    from flowgrpo.policies import options
     from flowgrpo.policies.weights import memory_options, sharding
 
     config, told = options.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted))
-    kind = build.kind(config)
-    setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
-    keys_read.check(setup)
-    sharding.require_shardable(setup)
-    for require in (options.require_ahead, memory_options.require_waiting):
+    setup = options.setup_of(config)
+    for require in (keys_read.check, sharding.require_shardable, options.require_ahead, memory_options.require_waiting):
         require(setup)
     report = _predict(config, name, gpu, processes)
     if told and not as_json:

@@ -107,10 +107,13 @@ def _on_sibling(context: typer.Context, source: str, model: str) -> None:
     from flowgrpo.evaluation import kept, siblings
     from flowgrpo.evaluation.statistics import show
     from flowgrpo.log import plain_console
+    from flowgrpo.policies.weights.lora_files import require_lora
 
     options.opening(context, given["trust_run"])
-    path, found = siblings.evaluate(options.local_source(source), model, options.local_lora(given["on_lora"]),
-                                    given["on_steps"], given["on_guidance"], weights, given["precision"])
+    if (lora := options.local_lora(given["on_lora"])) is not None:
+        require_lora("--on-lora", lora)
+    path, found = siblings.evaluate(options.local_source(source), model, lora, given["on_steps"], given["on_guidance"],
+                                    weights, given["precision"])
     lines = kept.table(found)
     show(plain_console(), kept.sentence(found), f"{found['prompts']} held-out prompts, 95 % intervals; of the "
          "looks: of the sibling's", lines[0], lines[1:])

@@ -46,21 +46,14 @@ def opening(context: typer.Context, trusted: bool, *named: object) -> None:
         context.with_resource(trust.opening(*named))
 
 
-def local(given: Path) -> Path:
-    """Folder of a run here, or download that of `hub:OWNER/NAME[@REVISION]`."""
-    return Path(local_source(str(given)))
-
-
 def local_source(given: str) -> str:
     """Model or run as it is given, or the folder of a run that was downloaded from the hub."""
     return str(hub.download(given)) if hub.is_named(given) else given
 
 
-def local_lora(given: str | Path | None) -> str | None:
+def local_lora(given: str | None) -> str | None:
     """Place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
-    if given is None or not hub.is_lora(str(given)):
-        return None if given is None else str(given)
-    return str(hub.download(str(given)))
+    return str(hub.download(given)) if given is not None and hub.is_lora(given) else given
 
 
 def page_of(given: Path, run: Path, name: str) -> Path:
@@ -87,7 +80,7 @@ def weights_of(text: str | None, option: str = "--rlg") -> list[float]:
     except ValueError:
         weights = [-1.0]
     if not all(0 <= weight < float("inf") for weight in weights):
-        raise UserError(f"{option}: got {text!r}, expected numbers from 0 up")
+        raise UserError(f"{option}: got {text!r}, expected numbers {'from 0 up' if option == '--rlg' else 'above 0'}")
     return weights
 
 

@@ -11,6 +11,7 @@ import typer
 
 from flowgrpo.cli.options import require_new_file
 from flowgrpo.cli.root import list_app, print_table, prompts_app
+from flowgrpo.data.prompts import Prompt, as_line, load_prompts, to_jsonl
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic
@@ -29,7 +30,6 @@ def prompts(
     """List the prompt sets that --prompts and --suite take by name, or preview one."""
     from flowgrpo.data import sets
     from flowgrpo.data.hub import is_dataset
-    from flowgrpo.data.prompts import as_line
 
     if name is None:
         heads = ["name", "kind", "role", "where", "licence", "about"]
@@ -81,7 +81,6 @@ def write_prompts(
 ) -> None:
     """Write a prompt file from templates with slots, or by a language model."""
     from flowgrpo.data.prompt_writer import load_templates, variants
-    from flowgrpo.data.prompts import Prompt, load_prompts, to_jsonl
     from flowgrpo.rewards.vlm_judge.client import Endpoint
 
     if sum(given is not None for given in (templates, about, like)) != 1:
@@ -118,7 +117,6 @@ def proxy_prompts(
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
     inverted choices."""
     from flowgrpo.data.prompt_writer import caption_errors, critiques, with_inversions
-    from flowgrpo.data.prompts import load_prompts, to_jsonl
 
     if kind not in ("caption_error", "critique", "inversion"):
         raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error, critique or inversion")

@@ -84,7 +84,9 @@ def reproduce(
     if dry_run:
         for command in (check, train, evaluate):
             typer.echo(shlex.join(command))
-        typer.echo(cost(result))
+        typer.echo(f"training, computed: {result.peak:.1f} GiB on each of {PROCESSES} {GPU}, {result.seconds:.0f} s an "
+                   f"epoch, {result.hours:.0f} h for {result.epochs:,} epochs, {result.hours * PROCESSES:,.0f} "
+                   "GPU-hours")
         return
     if not (folder / "summary.json").is_file():
         if not gpus and not _gpus():
@@ -113,12 +115,6 @@ def of_recipe(name: str) -> list[str]:
 
 def recipe_of(paper: str) -> str:
     return RESULTS[paper].recipe or f"papers/{paper.replace('/', '_')}"
-
-
-def cost(result: Result) -> str:
-    hours = result.hours
-    return (f"training, computed: {result.peak:.1f} GiB on each of {PROCESSES} {GPU}, {result.seconds:.0f} s an epoch, "
-            f"{hours:.0f} h for {result.epochs:,} epochs, {hours * PROCESSES:,.0f} GPU-hours")
 
 
 def show(name: str, result: Result, found: dict[str, Any]) -> None:

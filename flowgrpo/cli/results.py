@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from flowgrpo import hub, trust
-from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
+from flowgrpo.cli.options import EPOCH, RUN, TRUST, local_source, opening, page_of
 from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
 from flowgrpo.log import status
@@ -35,7 +35,7 @@ def export(
     opening(context, trust_run)
     if output and form == "card":
         raise UserError("--form card writes README.md into the run's folder: leave out --output")
-    place = places.weights_of(local(run), epoch)
+    place = places.weights_of(Path(local_source(str(run))), epoch)
     if places.is_checkpoint(place):
         if form == "card":
             raise UserError(f"--form card: got the checkpoint {place}, expected a finished run: use --form "

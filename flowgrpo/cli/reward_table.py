@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,19 +38,15 @@ def list_rewards() -> list[dict[str, Any]]:
             known = About(facts["modality"], limits, facts["needs"], facts["licence"])
             does, found_by, broken = facts["does"], facts["found_by"], None
         else:
-            (known, does, broken), found_by = facts_of(name), ""
+            found_by, broken = "", None
+            try:
+                known, does = described(locate(name))
+            except UserError as error:
+                known, does, broken = About(), "", str(error)
         rows.append({"name": name, "modality": known.modality, "range": known.range, "needs": known.needs,
                      "licence": known.licence, "installed": False if broken else known.installed, "does": does,
                      "found_by": found_by, "source": source(name), "broken": broken})
     return rows
-
-
-def facts_of(name: str) -> tuple[About, str, str | None]:
-    """(stated facts, first sentence of the docstring, import error in words or None) of a reward by its name."""
-    try:
-        return *described(locate(name)), None
-    except UserError as error:
-        return About(), "", str(error)
 
 
 def described(reward: object) -> tuple[About, str]:
@@ -60,10 +57,8 @@ def described(reward: object) -> tuple[About, str]:
 
 def range_of(reward: dict[str, Any]) -> str:
     """Its lowest and highest score, such as "0 to inf"; empty where it states none."""
-    if reward["range"] is None:
-        return ""
-    low, high = reward["range"]
-    return f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
+    return " to ".join(f"{limit if end is None else end:g}"
+                       for limit, end in zip((-math.inf, math.inf), reward["range"] or ()))
 
 
 def cells(reward: dict[str, Any]) -> list[str]:

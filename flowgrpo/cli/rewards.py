@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flowgrpo.cli.options import parse_reward_arguments
-from flowgrpo.cli.root import Words, has_words, list_app, no_row, print_table, reward_app
+from flowgrpo.cli.root import Words, list_app, matching, print_table, reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 
@@ -26,9 +26,7 @@ def rewards(
     is Apache-2.0. Words such as sharp, style, hands or nsfw find those for it."""
     from flowgrpo.cli import reward_table as table
 
-    listed = [reward for reward in table.list_rewards() if has_words(words, reward.values())]
-    if not listed:
-        raise no_row("rewards", words)
+    listed = matching("rewards", words, table.list_rewards(), dict.values)
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -56,7 +54,7 @@ def score(
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Score files with a reward."""
+    """Print what a reward gives to images, videos or completions, from files."""
     from flowgrpo.cli import reward_table as table
     from flowgrpo.data import sets
     from flowgrpo.data.prompts import Prompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -25,6 +25,7 @@ from flowgrpo.user_code import forget_changed
 Words = Annotated[list[str] | None, typer.Argument(metavar="WORD", show_default=False,
                                                   help="List only those that have all of these words.")]
 TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the first screen
+T = TypeVar("T")
 # Base class of all errors that Typer itself raises; Typer does not export it.
 UsageError: Any = typer.BadParameter.__base__
 
@@ -171,16 +172,24 @@ def _describe_value(error: Any, arguments: list[str]) -> str:
     return ""
 
 
-def has_words(words: list[str] | None, cells: Iterable[Any]) -> bool:
-    """True if the cells of a row have all words, in upper or lower case."""
-    row = " ".join(map(str, cells)).lower()
-    return all(word.lower() in row for word in words or [])
+def matching(of: str, words: list[str] | None, rows: Iterable[T], cells: Callable[[T], Iterable[Any]]) -> list[T]:
+    """Rows of `flowgrpo list OF WORD...` whose cells have all words, in upper or lower case. Raises UserError if none
+    has."""
+    found = [row for row in rows
+             if all(word.lower() in " ".join(map(str, cells(row))).lower() for word in words or [])]
+    if not found:
+        told = " and ".join(map(repr, words or []))
+        raise UserError(f"no {of.removesuffix('s')} has {told}: `flowgrpo list {of}` lists all")
+    return found
 
 
-def no_row(of: str, words: list[str] | None) -> UserError:
-    """Error of `flowgrpo list OF WORD...` if no row has the words."""
-    told = " and ".join(map(repr, words or []))
-    return UserError(f"no {of.removesuffix('s')} has {told}: `flowgrpo list {of}` lists all")
+def print_groups(rows: Iterable[tuple[str, list[str]]], *heads: str) -> None:
+    """Print a table per title of rows (title, cells), whose second head is the title."""
+    groups: dict[str, list[list[str]]] = {}
+    for title, cells in rows:
+        groups.setdefault(title, []).append(cells)
+    for title, listed in groups.items():
+        print_table([heads[0], title, *heads[1:]], listed)
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flowgrpo.cli.root import list_app, print_table
-
-if TYPE_CHECKING:
-    from flowgrpo.evaluation.runs import Run
 
 
 @list_app.command("runs", short_help="List runs with their rewards before and after.")
@@ -23,16 +20,15 @@ def runs(
     """List runs, the newest first: model, method, epochs, rewards on held-out prompts before and after, and state."""
     from flowgrpo.evaluation.runs import list_runs
 
-    rows = list_runs(folder)
+    found = list_runs(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
-    else:
-        print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], list(map(_cells, rows)))
-
-
-def _cells(run: Run) -> list[str]:
-    rewards = list(dict.fromkeys([*run.before, *run.after]))
-    before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
-                     for values in (run.before, run.after))
-    total = "?" if run.total is None else str(run.total)
-    return [run.name, run.model, run.method, f"{run.epochs} of {total}", "\n".join(rewards), before, after, run.state]
+        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
+        return
+    rows = []
+    for run in found:
+        rewards = list(dict.fromkeys([*run.before, *run.after]))
+        before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
+                         for values in (run.before, run.after))
+        epochs = f"{run.epochs} of {'?' if run.total is None else run.total}"
+        rows.append([run.name, run.model, run.method, epochs, "\n".join(rewards), before, after, run.state])
+    print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], rows)

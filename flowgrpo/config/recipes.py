@@ -13,7 +13,7 @@ A base may extend another recipe in turn. A run records the result, without `ext
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def merge(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     left = {key: value for key, value in base.items() if key != "name"}
     if "method" in raw:
         left.pop("parts", None)
-    return _over(left, raw, {*sections(), "parts"}, "")
+    return over(left, raw, {*sections(), "parts"})
 
 
 def keys_set(raw: dict[str, Any]) -> list[str]:
@@ -114,11 +114,21 @@ def keys_set(raw: dict[str, Any]) -> list[str]:
             ([f"{key}.{name}" for name in value] if key in inner and isinstance(value, dict) else [key])]
 
 
-def _over(base: dict[str, Any], raw: dict[str, Any], inner: set[str], prefix: str) -> dict[str, Any]:
+def flat(nested: dict[str, Any], within: Collection[str] | None = None, above: str = "") -> dict[str, Any]:
+    """Values of nested dictionaries under dotted keys. within: dotted keys of those that are opened; None: all are."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        opened = isinstance(value, dict) and (within is None or above + key in within)
+        values |= flat(value, within, f"{above}{key}.") if opened else {above + key: value}
+    return values
+
+
+def over(base: dict[str, Any], raw: dict[str, Any], inner: set[str] | None = None, prefix: str = "") -> dict[str, Any]:
+    """Keys of `raw` over those of `base`, also within the dictionaries under the dotted keys `inner`; None: of all."""
     result = dict(base)
     for key, value in raw.items():
         below = result.get(key)
-        if isinstance(below, dict) and isinstance(value, dict) and prefix + key in inner:
-            value = _over(below, value, inner, f"{prefix}{key}.")
+        if isinstance(below, dict) and isinstance(value, dict) and (inner is None or prefix + key in inner):
+            value = over(below, value, inner, f"{prefix}{key}.")
         result[key] = value
     return result

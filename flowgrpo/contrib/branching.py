@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.text.samplers.decoding import apply_temperature
+from flowgrpo.text.samplers.decoding import Decoding, apply_temperature
 from flowgrpo.text.samplers.groups import concatenate, regrown, reorder
+from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap
 
-if TYPE_CHECKING:
-    from flowgrpo.text.samplers.decoding import Decoding
-    from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
-@part("draws", jointly={"share fresh top": "0 to below 1, 0 to 1, and 1 or more"})
+@part("draws", causal=True, leaves=1, jointly={"share fresh top": "0 to below 1, 0 to 1, and 1 or more"})
 class CriticalTokens:
     """Group with a share sampled anew from others' uncertain tokens (CURE, stage 1).
 
@@ -34,8 +32,6 @@ class CriticalTokens:
     share: Annotated[float, AtLeast(0, below=1)] = 0.5
     top: Annotated[int, AtLeast(1)] = 1
     fresh: Annotated[float, AtLeast(0, to=1)] = 0.0
-    causal = True
-    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int

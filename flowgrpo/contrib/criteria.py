@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -97,8 +97,7 @@ class Criterion(NamedTuple):
     needed: bool = False
 
 
-@built_in("judge_rubric", "hands face anatomy fingers style vlm gpt llm criteria checklist")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("judge_rubric", "hands face anatomy fingers style vlm gpt llm criteria checklist", eq=False, kw_only=True)
 class JudgeRubric(Asking):
     """Weighted share of criteria that a model finds fulfilled; undecided ones are left out.
 
@@ -151,8 +150,7 @@ class JudgeRubric(Asking):
         return [values.get(row) for row in range(len(prompts))]
 
 
-@built_in("text_judge_rubric", "llm gpt checklist style")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("text_judge_rubric", "llm gpt checklist style", eq=False, kw_only=True)
 class TextJudgeRubric(Tagged, JudgeRubric):
     """Weighted share of criteria that a model finds fulfilled by a completion.
 

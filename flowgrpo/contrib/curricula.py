@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy.special import softmax
 
 from flowgrpo.advantages.group import group_relative
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
@@ -18,9 +19,6 @@ from flowgrpo.data.selection import features
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.parts import Above, AtLeast, part
-
-if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 ARMS = "categories"  # key of the memory: by category [value, groups so far, the last mean |advantages|]
 

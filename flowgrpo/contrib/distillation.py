@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,27 +52,12 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
         phases["update"][name] += trained
 
 
-@dataclass(frozen=True, eq=False)
-class States:
+class States(NamedTuple):
     """States of one step of the epoch's rollouts: x [n, *D], their prompts [n], and the data predicted there."""
 
     x: Tensor
     prompts: Tensor
     clean: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Rows of one call: states of a step, and the time to which the data is noised there.
-
-    noise: [b, *D]. time: index of `times`, a grid whose last entry is not a time.
-    """
-
-    step: int
-    states: States
-    noise: Tensor
-    times: RolloutSpec
-    time: int
 
 
 class Learner:
@@ -137,8 +121,7 @@ class MatchedStudent(FewStepStudent):
             last = part.transitions[-1]
             if last.step + 2 == spec.steps and len(last.x_next) == len(part.prompts):
                 found.setdefault(last.step + 1, []).append(States(last.x_next, part.prompts, part.finals[0]))
-        self.states = {step: States(torch.cat([each.x for each in parts]), torch.cat([each.prompts for each in parts]),
-                                    torch.cat([each.clean for each in parts])) for step, parts in sorted(found.items())}
+        self.states = {step: States(*map(torch.cat, zip(*parts))) for step, parts in sorted(found.items())}
         self.conditioning, self.own = epoch.conditioning, epoch.own
 
     def on_credited(self, epoch: Epoch) -> None:
@@ -167,19 +150,16 @@ class MatchedStudent(FewStepStudent):
 
     def match(self, update: int) -> None:
         """Add the gradient of the match at states of the student's own rollout."""
-        for chunk in self._chunks(STUDENT, update):
-            encoded, k = self.conditioning.rows(chunk.states.prompts), chunk.time
-            spec, t = unwrap(self.spec), chunk.times.grid[k].item()
-            x = chunk.states.x.to(self.policy.device)
-            output = self.policy.replay(encoded, x, spec.grid, chunk.step, spec.timesteps)
-            x0 = self._data(x, output, spec.grid[chunk.step].item())
-            noised, _ = noised_finals.add_noise(x0.detach().to(x), chunk.noise.to(x0.device), t, self.policy.device,
-                                                self.vp)
+        spec = unwrap(self.spec)
+        for step, states, noise, times, k in self._chunks(STUDENT, update):
+            encoded, t = self.conditioning.rows(states.prompts), times.grid[k].item()
+            x = states.x.to(self.policy.device)
+            output = self.policy.replay(encoded, x, spec.grid, step, spec.timesteps)
+            x0 = self._data(x, output, spec.grid[step].item())
+            noised, _ = noised_finals.add_noise(x0.detach().to(x), noise.to(x0.device), t, self.policy.device, self.vp)
 
-            def predicted(noised: Tensor = noised, encoded: Any = encoded, times: RolloutSpec = chunk.times, k: int = k
-                          ) -> Tensor:
-                return self._data(noised, self.policy.replay(encoded, noised, times.grid, k, times.timesteps),
-                                  times.grid[k].item())
+            def predicted() -> Tensor:
+                return self._data(noised, self.policy.replay(encoded, noised, times.grid, k, times.timesteps), t)
 
             with torch.no_grad():
                 with self._teacher(update), at_guidance(self.policy, self.part.scale):
@@ -194,7 +174,7 @@ class MatchedStudent(FewStepStudent):
                         direction = direction + self.part.reward * matching_direction(x0, predicted(), base)
             loss = self.part.weight * pull(x0, direction).sum()
             if self.part.ascent:
-                loss = loss - self.ascent(x0.to(x.dtype), chunk.states.prompts, encoded)
+                loss = loss - self.ascent(x0.to(x.dtype), states.prompts, encoded)
             self.trainer.optimization.backward(loss / self.divisor)
 
     def _gradient(self, learner: Learner, turn: int = 0) -> None:
@@ -216,9 +196,8 @@ class MatchedStudent(FewStepStudent):
     def _denoise(self, update: int, turn: int) -> None:
         """Add the gradient of the denoising loss on data that the student predicted in the rollout."""
         total = torch.zeros((), device=self.policy.device)
-        for chunk in self._chunks(FAKE, update, turn):
-            errors = self._errors(chunk.states.clean, chunk.noise, chunk.states.prompts, chunk.times, chunk.time)
-            loss = errors.sum() / self.divisor
+        for _, states, noise, times, k in self._chunks(FAKE, update, turn):
+            loss = self._errors(states.clean, noise, states.prompts, times, k).sum() / self.divisor
             self.policy.backward(loss)
             total += loss.detach()
         self.measured["fake_loss"].append(total)
@@ -234,8 +213,7 @@ class MatchedStudent(FewStepStudent):
             noise = torch.randn(samples.shape, generator=draw)
             k = int(torch.randint(len(times.grid) - 1, (), generator=draw))
 
-            def errors(at: Tensor, samples: Tensor = samples, noise: Tensor = noise, prompts: Tensor = prompts,
-                       k: int = k) -> Tensor:
+            def errors(at: Tensor) -> Tensor:
                 return self._errors(samples[at.to(samples.device)], noise[at], prompts[at], times, k)
 
             parts = torch.arange(len(samples)).split(rows)
@@ -262,8 +240,10 @@ class MatchedStudent(FewStepStudent):
         """Data predicted at states x [b, *D] of a time, from the model's output."""
         return x0_from_noise(x, output, t) if self.vp else predict_x0(x, output, torch.tensor(t))
 
-    def _chunks(self, purpose: int, update: int, turn: int = 0) -> Iterator[Chunk]:
-        """Yield the rows of a batch, in calls of one step and one time each; the steps and times come in turn."""
+    def _chunks(self, purpose: int, update: int, turn: int = 0
+                ) -> Iterator[tuple[int, States, Tensor, RolloutSpec, int]]:
+        """Yield the rows of a batch, in calls of one step and one time each, which come in turn: the step, its states,
+        noise [b, *D], times as a grid whose last entry is not a time, and the place of the call's time there."""
         draw, steps, rows = self.draws(purpose, update, turn), [*self.states], self.rows
         count = min(rows, max(len(steps), -(-rows // self.trainer.geometry.micro_batch)))
         times = self._times(update * (self.part.fake_updates + 1)
@@ -276,8 +256,8 @@ class MatchedStudent(FewStepStudent):
             at = torch.randint(len(of.prompts), (size,), generator=draw)
             on = at.to(of.x.device)
             noise = torch.randn(size, *of.x.shape[1:], generator=draw)
-            yield Chunk(step, States(of.x[on], of.prompts[at], of.clean[at.to(of.clean.device)]), noise, times,
-                        order[number % len(order)])
+            yield (step, States(of.x[on], of.prompts[at], of.clean[at.to(of.clean.device)]), noise, times,
+                   order[number % len(order)])
 
     def _times(self, number: int) -> RolloutSpec:
         """Times of a batch as a grid, with their timesteps where the process needs them."""

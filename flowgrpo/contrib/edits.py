@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from flowgrpo.rewards.vlm_judge.parse import parser
 AXES = ("instruction", "preservation", "quality")
 
 
-@built_in("edit_judge", "vlm gpt instruction editing")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("edit_judge", "vlm gpt instruction editing", eq=False, kw_only=True)
 class EditJudge(Asking):
     """Mark of an edit by a judge that sees source and output: of instruction, preservation and quality, 0 to 1.
 
@@ -72,7 +70,6 @@ MEASURES = ("ssim", "distance")
 
 
 @built_in("preservation", "edit unchanged similar")
-@dataclass(frozen=True)
 class Preservation:
     """Likeness of an edit to its source image, outside of the region that the edit may change.
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flowgrpo.contrib.features import ExtrapolationKeys
 from flowgrpo.methods import capabilities
-from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors, joined, within
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -50,6 +49,7 @@ class Extrapolation(Extension):
     """
 
     name = "trajectory"
+    asked_by = "train.extrapolate is {0.config.train.extrapolate}"
     # A path of all weights would be copies of them; rewards that judge a jump are of the weights behind it.
     needs = frozenset({capabilities.LORA, capabilities.PRESENT_WEIGHTS, capabilities.WHOLE_WEIGHTS})
 
@@ -60,10 +60,6 @@ class Extrapolation(Extension):
         self.path: list[dict[str, Tensor]] = []
         self.held: dict[str, Tensor] = {}
         self.reward = self.before = 0.0
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return f"train.extrapolate is {ExtrapolationKeys.read(setup.config).extrapolate}"
 
     def on_drawn(self, epoch: Epoch) -> None:
         self.reward = epoch.groups.totals.nanmean().item()

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import diffusers
 import torch
 
 from flowgrpo.contrib.features import CacheKeys, EngineKeys
@@ -60,11 +61,9 @@ class FeatureCache:
     @contextlib.contextmanager
     def measuring(self, task: Segment) -> Iterator[None]:
         """Context manager: the denoisers skip nothing; the `ratios` of `mag` are measured on a whole grid."""
-        from diffusers import MagCacheConfig
-
         steps = len(task.steps)
         # One step more than there are, or diffusers would print the ratios and forget them.
-        with self._enable(MagCacheConfig(num_inference_steps=steps + 1, calibrate=True)):
+        with self._enable(diffusers.MagCacheConfig(num_inference_steps=steps + 1, calibrate=True)):
             managers = [hook.state_manager for hook in self.hooks()]
             for manager in managers:
                 manager.reset = lambda: None  # or the pipeline would forget the ratios at the end of its call
@@ -74,8 +73,6 @@ class FeatureCache:
 
     def config(self, steps: int, ratios: list[float], threshold: float | None = None) -> Any:
         """Diffusers' configuration for a call of so many steps."""
-        import diffusers
-
         own = self.settings
         threshold = own.cache_threshold if threshold is None else threshold
         given = {} if threshold is None else {"threshold": threshold}
@@ -128,6 +125,7 @@ class RolloutCache(Extension):
     """Cache in every call of an epoch that samples. Training, scores and evaluations never read it."""
 
     name = "feature_cache"
+    asked_by = "rollout.cache is {0.config.rollout.cache}"
     needs = frozenset({capabilities.FINALS_ALONE, capabilities.WHOLE_WEIGHTS})
 
     def __init__(self, trainer: Run):
@@ -135,10 +133,6 @@ class RolloutCache(Extension):
         policy = cast(PipelinePolicy, trainer.policy)
         self.cache = FeatureCache(policy.denoisers, CacheKeys.read(trainer.config), policy.dtype)
         self._try()
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return f"rollout.cache is {CacheKeys.read(setup.config).cache}"
 
     @classmethod
     def require(cls, setup: Setup) -> None:

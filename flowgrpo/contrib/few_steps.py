@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from flowgrpo import rewards
 from flowgrpo.advantages.baselines import Unrewarded
 from flowgrpo.config.features import DryRun
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.distillation import Distillation, RewardedMatching
 from flowgrpo.methods.setup import Setup
@@ -27,7 +27,7 @@ from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import ENCODER
 from flowgrpo.policies.weights.trainable import disable_adapters, with_data
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.rollout import RolloutSpec, fork_seed
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run, Step
 from flowgrpo.types import unwrap
@@ -46,6 +46,7 @@ class FewStepStudent(Extension):
     """
 
     name = "distil"
+    asked_by = "parts.distil is {0.method.loss.distil.__class__.__name__}"
     needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES,
                        capabilities.AS_LEARNED, capabilities.LORA, capabilities.WHOLE_WEIGHTS})
 
@@ -63,12 +64,16 @@ class FewStepStudent(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        if unwrap(setup.method.loss.distil).ascent:
-            rewards.require_gradient(rewards.with_gradient(setup.trained) or setup.trained)
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return f"parts.distil is {type(setup.method.loss.distil).__name__}"
+        distil, epochs = unwrap(setup.method.loss.distil), setup.config.train.epochs
+        if distil.after >= epochs:
+            raise UserError(f"parts.distil.after is {distil.after}, but train.epochs is {epochs}, so that nothing "
+                            "would be distilled: lower the one or raise the other")
+        if ascent := distil.ascent:
+            weights, known = setup.config.rewards, rewards.with_gradient(setup.trained)
+            if not (followed := {name: reward for name, reward in known.items() if weights[name]}):
+                raise UserError(f"parts.distil.ascent is {ascent:g}, but no trained reward with a weight has a "
+                                "gradient: train on one too, such as scene_soft or pickscore, or set it to 0")
+            rewards.require_gradient(followed)
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
@@ -151,8 +156,8 @@ class FewStepStudent(Extension):
         return -(-self.part.batch // self.trainer.processes.count)
 
     def draws(self, purpose: int, update: int, turn: int = 0) -> torch.Generator:
-        seeds = np.random.SeedSequence((self.trainer.config.seed, update, turn, purpose, self.trainer.processes.rank))
-        return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
+        seed, rank = self.trainer.config.seed, self.trainer.processes.rank
+        return torch.Generator().manual_seed(fork_seed(seed, update, turn, purpose, rank))
 
     def worn(self, values: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Context manager: the denoisers' LoRA has these values. A backward pass belongs inside."""

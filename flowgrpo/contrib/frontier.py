@@ -21,25 +21,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Band, Budget
 from flowgrpo.contrib.features import PhaseKeys
-from flowgrpo.contrib.guard import fell_paired, prompt_means
+from flowgrpo.contrib.guard import fell_paired
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.measured import halves
+from flowgrpo.evaluation import kept
+from flowgrpo.evaluation.measured import Measured, halves
 from flowgrpo.evaluation.statistics import CONFIDENCE
 from flowgrpo.methods.setup import Setup
 from flowgrpo.nouns import inflect
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.storage.json_files import finite
 from flowgrpo.training.extension import Extension, Metrics, Run
-
-if TYPE_CHECKING:
-    from flowgrpo.evaluation.measured import Measured
 
 LEVEL = 1 - CONFIDENCE
 Scores = dict[str, list[float]]  # mean of each held-out prompt by reward, NaN where it does not apply
@@ -115,6 +113,7 @@ class KeepFrontier(Extension):
 
     name = NAME
     judges = (NAME,)
+    asked_by = "eval.best is frontier"
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
@@ -123,10 +122,6 @@ class KeepFrontier(Extension):
                              measurements=max(trainer.config.train.epochs // trainer.config.eval.every, 1))
         self.eval_only: list[str] = []
         self.beyond: dict[int, list[str]] = {}
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return "eval.best is frontier"
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
@@ -138,7 +133,7 @@ class KeepFrontier(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        config, measured, asked = setup.config, setup.measured, cls.enabled_by(setup)
+        config, measured, asked = setup.config, setup.measured, cls.asked_by
         for name in _nonzero(config.rewards):
             if name not in measured:
                 raise UserError(f"{asked}, but the trained reward {name!r} is not measured on held-out prompts: "
@@ -177,7 +172,8 @@ class KeepFrontier(Extension):
 
     def _scores(self, measured: Measured) -> Scores:
         samples = self.run.config.eval.samples
-        return {name: prompt_means(measured.scores[name], samples) for name in [*self.rule.weights, *self.eval_only]}
+        return {name: kept.totals(measured.scores, {name: 1.0}, samples).tolist()
+                for name in [*self.rule.weights, *self.eval_only]}
 
     def summary(self) -> str | None:
         if not self.beyond:
@@ -189,8 +185,8 @@ class KeepFrontier(Extension):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        kept = {key: finite(getattr(self.rule, key)) for key in SCORES}
-        return {}, kept | {"value": self.rule.value, "beyond": [*self.beyond.items()]}
+        scores = {key: finite(getattr(self.rule, key)) for key in SCORES}
+        return {}, scores | {"value": self.rule.value, "beyond": [*self.beyond.items()]}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         for key in SCORES:

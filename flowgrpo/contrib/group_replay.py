@@ -90,6 +90,8 @@ class ReplayedGroups(Extension):
 
     name = "replay"
     needs = frozenset({capabilities.RECORDABLE})
+    lacks = {capabilities.OWN_SAMPLES: "parts.replay, which trains samples of earlier epochs"}
+    asked_by = "parts.replay is {0.method.replay.__class__.__name__}"
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
@@ -97,14 +99,6 @@ class ReplayedGroups(Extension):
         self.groups: list[Recorded] = []
         self.fresh: list[Recorded] = []
         self.ages: list[int] = []
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return f"parts.replay is {type(setup.method.replay).__name__}"
-
-    @classmethod
-    def missing(cls, setup: Setup) -> dict[str, str]:
-        return {capabilities.OWN_SAMPLES: "parts.replay, which trains samples of earlier epochs"}
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:

@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import ExtrapolationKeys, GuardKeys, PhaseKeys
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import kept
 from flowgrpo.evaluation.looks import APART, EDGES, Looks
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.weights import adapters
@@ -41,9 +43,6 @@ from flowgrpo.training import state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.types import unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.evaluation.measured import Measured
 
 KINDS = 3
 SIGNALS = ("grad_norm", "log_ratio_max", "kl")  # metrics of an update, which are read as logarithms
@@ -272,7 +271,7 @@ class Guard(Extension):
                                    [prompt.text for prompt in measured.prompts])).encode()).hexdigest()
         if how != self.how:  # a resumed run may measure in another way
             self.how, self.held_out = how, []
-        now = prompt_means(measured.scores[name], settings.samples)
+        now = kept.totals(measured.scores, {name: 1.0}, settings.samples).tolist()
         level = pair_level(self.settings.false_alarms, self.epochs // settings.every)
         if not np.isnan(now).all():
             if not self.held_out or np.nanmean(now) > np.nanmean(self.held_out):
@@ -338,10 +337,3 @@ def _unsteady(config: Any, method: Any) -> str:
     if type(method.curriculum) is not EpochPermutation:
         return f"the curriculum {type(method.curriculum).__name__}, which chooses prompts by their rewards,"
     return "a reward's limit, whose multiplier changes," if any(rule.limit for rule in config.trained.values()) else ""
-
-
-def prompt_means(scores: list[float], samples: int) -> list[float]:
-    """Mean of each prompt's scores that apply; NaN where none does."""
-    rows = np.asarray(scores, dtype=np.float64).reshape(-1, samples)
-    there = ~np.isnan(rows)
-    return (np.where(there, rows, 0).sum(1) / np.where(there.any(1), there.sum(1), np.nan)).tolist()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import require_rate
 from flowgrpo.curriculum.resampling import beginning, require_template
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
-
-if TYPE_CHECKING:
-    from flowgrpo.config.schema import Config
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 KEY = "hint_length"  # of the memory: of each prompt's text, its last [share, rate, samples, epoch]
 WHOLE = (1.0, 0.95, 1.0)  # share, rate and weight of a prior: nearly all samples succeed with the whole solution

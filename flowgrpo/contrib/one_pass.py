@@ -35,7 +35,7 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.growth import Grower, Nodes, explore, replay
 from flowgrpo.samplers.preview import Judge
 from flowgrpo.samplers.rollout import C, Part, RolloutSpec, Seed
-from flowgrpo.training import extensions, memory, reward_memory
+from flowgrpo.training import extensions, memory
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
@@ -81,14 +81,6 @@ class HeldOutputs:
             torch.autograd.backward(outputs, leaf.grad.split([len(each) for each in outputs]))
 
 
-def _select_rows(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-    """Rows at ascending places of outputs that follow on each other; one without any is left out."""
-    kept = torch.zeros(sum(map(len, outputs)), dtype=torch.bool)
-    kept[places] = True
-    return [each if at.all() else each[at.to(each.device)]
-            for each, at in zip(outputs, kept.split([*map(len, outputs)])) if at.any()]
-
-
 @dataclass(frozen=True)
 class HeldPart(Part):
     """Part whose trained steps have their graphs. held: until its update has read them."""
@@ -102,8 +94,14 @@ class HeldPart(Part):
             return left
         places = {taken.step: taken.parent[at.cpu() & taken.counts].unique_consecutive()
                   for taken, at in zip(self.transitions, keep, strict=True)}
-        outputs = {taken.step: _select_rows(self.held.outputs[taken.step], places[taken.step])
-                   for taken in left.transitions if taken.step in self.held.outputs}
+        outputs = {}
+        for step in (taken.step for taken in left.transitions):
+            # The rows that are left, of outputs that follow on each other; an output without any is left out.
+            if (held := self.held.outputs.get(step)) is not None:
+                kept = torch.zeros(sum(map(len, held)), dtype=torch.bool)
+                kept[places[step]] = True
+                outputs[step] = [each if at.all() else each[at.to(each.device)]
+                                 for each, at in zip(held, kept.split([*map(len, held)])) if at.any()]
         return replace(left, held=HeldOutputs(self.held.device, outputs))
 
 
@@ -285,7 +283,7 @@ def _can_keep_graphs(trainer: Run) -> bool:
 def _graph_bytes(trainer: Run) -> float:
     """Bytes of this process with the graphs; infinite where those of a reward model are not known."""
     config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
-    sizes = reward_memory.reward_weights(config)
+    sizes = memory.reward_weights(config)
     if any(size is None for size in sizes.values()):
         return math.inf
     before, states = policy.evaluations, torch.get_rng_state()
@@ -296,7 +294,7 @@ def _graph_bytes(trainer: Run) -> float:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     own = config.having({"train.prompts": math.ceil(config.train.prompts / trainer.processes.count),
                          "train.one_pass": True})
-    phases = memory.memory(policy, own, conditioning, reward_memory.on_device(sizes, policy.device))
+    phases = memory.memory(policy, own, conditioning, memory.on_device(sizes, policy.device))
     policy.evaluations = before
     torch.set_rng_state(states)
     return float(max(sum(parts.values()) for parts in phases.values()))

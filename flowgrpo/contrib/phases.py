@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import new_name, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import Phase, PhaseKeys
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
@@ -22,11 +23,10 @@ from flowgrpo.methods import capabilities, keys_read
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import check_supervised, resolve
 from flowgrpo.policies import build, options
+from flowgrpo.policies.pipelines.frames import clips_of
+from flowgrpo.policies.weights.forwards import replaced
 from flowgrpo.text.policies import engines
 from flowgrpo.training.extension import Extension, Run
-
-if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 MEAN = "phase_mean"  # key of the memory: the last epoch's mean total reward
 LEAST = 0.05  # of the odds of a prompt that was always solved
@@ -114,6 +114,8 @@ def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
 class Phases(Extension):
     """Phases of a run. number: the present one, -1 before the first."""
 
+    lacks = {capabilities.RECORDABLE: "phases, which change what is drawn"}
+
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.config, self.number, self.begins = trainer.config, -1, begins(trainer.config)
@@ -159,10 +161,6 @@ class Phases(Extension):
         options.require_frames(setup, {f"phases[{number}].set image.frames": phase.set.get("image.frames")
                                        for number, phase in enumerate(PhaseKeys.read(setup.config).phases)})
 
-    @classmethod
-    def missing(cls, setup: Setup) -> dict[str, str]:
-        return {capabilities.RECORDABLE: "phases, which change what is drawn"}
-
     def number_at(self, memory: dict[str, Any], epoch: int) -> int:
         """Number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
         number = max([memory.get(NUMBER, -1), *(n for n, begin in enumerate(self.begins) if begin <= epoch)])
@@ -179,32 +177,20 @@ class Phases(Extension):
         number = self.number_at(trainer.memory, trainer.epoch)
         phase = self.phases[number] if number >= 0 else Phase(at=0)
         config = config_of(self.config, number)
-        held = trainer.prompts, trainer.method
         # What a phase changes is held here: evaluations between epochs are the recipe's.
-        text, call = getattr(policy, "text", None), dict(getattr(policy, "call", {}))
-        try:
-            if text is not None:
-                policy.text = config.text
-            if "image.frames" in phase.set:
-                policy.call["num_frames"] = config.image.frames
+        text = replaced("text", (policy, config.text)) if hasattr(policy, "text") else contextlib.nullcontext()
+        with text, clips_of(policy, config.image.frames if "image.frames" in phase.set else None):
             if number != self.number:
                 self._enter(config, phase)
                 self.number = trainer.memory[NUMBER] = number
             # Restrict the run to the phase's prompts, and those that are carried.
             now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
-            if not phase.carry:
-                trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
-            carries = any(each.carry for each in self.phases)
-            trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
-                                                                        records=carries))
-            yield
-        finally:
-            trainer.prompts, trainer.method = held
-            if text is not None:
-                policy.text = text
-            if "image.frames" in phase.set:
-                policy.call.clear()
-                policy.call.update(call)
+            prompts = [prompt for prompt in trainer.prompts if phase.carry or prompt.key in now]
+            curriculum = Carried(trainer.method.curriculum, now, phase.carry,
+                                 records=any(each.carry for each in self.phases))
+            with replaced("prompts", (trainer, prompts)), \
+                    replaced("method", (trainer, replace(trainer.method, curriculum=curriculum))):
+                yield
 
     def _enter(self, config: Config, phase: Phase) -> None:
         """Make what depends on the phase's configuration anew; counters and the old policy stay."""

@@ -9,7 +9,6 @@ middle is as rough as the rest is noise. Constants are those of the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ def fastest(flow: np.ndarray) -> np.ndarray:
 
 
 @built_in("flow_amount", "motion movement dynamic fast")
-@dataclass(frozen=True)
 class FlowAmount:
     """Speed of a clip: mean of the fastest twentieth of its pixels, per frame, as a share of the shorter side."""
 
@@ -51,7 +49,6 @@ class FlowAmount:
 
 
 @built_in("flow_direction", "motion movement camera pan")
-@dataclass(frozen=True)
 class FlowDirection:
     """Share of a clip's motion in the wanted direction: 1 all of it, -1 all opposite, 0 across or none.
 

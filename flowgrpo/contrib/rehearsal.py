@@ -30,6 +30,8 @@ class RehearsedSamples(Extension):
     parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
     """
 
+    lacks = {capabilities.ONE_POLICY: "parts.rehearsal, which replays samples of the base model"}
+
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.config, self.processes = trainer.config, trainer.processes
@@ -43,10 +45,6 @@ class RehearsedSamples(Extension):
         if setup.method.for_tokens and engines.uses_engine(setup.config):
             raise UserError("parts.rehearsal samples from the base model, and an engine has the trained one: leave "
                             "text.engine out")
-
-    @classmethod
-    def missing(cls, setup: Setup) -> dict[str, str]:
-        return {capabilities.ONE_POLICY: "parts.rehearsal, which replays samples of the base model"}
 
     def on_credited(self, epoch: Epoch) -> None:
         if self.parts is None:

@@ -32,24 +32,13 @@ SIDES = ("negative", "positive", "both")
 AGAINST = ("reference", "group")
 
 
-@part()
+@part(single=lambda rule: rule.advantage.single, teaches=lambda rule: rule.advantage.teaches,
+      needs=lambda rule: (*rule.further, *rule.advantage.needs))
 class Reshaped(AdvantageRule):
     """Advantage over another one: base class."""
 
     further: ClassVar[tuple[str, ...]] = ()  # `needs` besides those of the inner one
     advantage: AdvantageRule = STANDARDISED
-
-    @property
-    def single(self) -> bool:  # type: ignore[override]
-        return self.advantage.single
-
-    @property
-    def teaches(self) -> bool:  # type: ignore[override]
-        return self.advantage.teaches
-
-    @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.further, *self.advantage.needs)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
         return self.advantage.prompt_weights(memory, prompts)
@@ -118,7 +107,8 @@ def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
 
 
 @part("advantage", jointly={"alpha side against clamp": f"0 or more, one of {', '.join(SIDES)}, one of "
-                                                       f"{', '.join(AGAINST)}, and above 0"})
+                                                       f"{', '.join(AGAINST)}, and above 0"},
+      further=lambda rule: ("reference",) if rule.against == "reference" else ())
 class Confidence(Reshaped):
     """Advantages times 1 + alpha softplus(-sign(A) c), c the confidence in the sample: overconfident errors are pushed
     down harder, and unexpected successes pulled up harder (ACE).
@@ -136,10 +126,6 @@ class Confidence(Reshaped):
     side: Annotated[str, OneOf(SIDES)] = "negative"
     against: Annotated[str, OneOf(AGAINST)] = "reference"
     clamp: Annotated[float, Above(0)] = 10.0
-
-    @property
-    def further(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("reference",) if self.against == "reference" else ()
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         logp = of_samples(context, "logp", total, "Confidence").to(total)

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weighted_sum, weights_like
+from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weights_like
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Context
 
@@ -133,10 +133,8 @@ class HardPrompts(AdvantageRule):
     scale: Annotated[str, OneOf(SCALES)] = "group"
     clamp: Clamp = 5.0
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        total = weighted_sum(rewards, weights)
-        factor = difficulty(total)[:, None] ** self.strength
-        return (group_relative(total, self.scale) * factor).clamp(-self.clamp, self.clamp)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return group_relative(total, self.scale) * difficulty(total)[:, None] ** self.strength
 
 
 def difficulty(rewards: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp, weighted_sum
+from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp
 from flowgrpo.advantages.trackers import update_state
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context
@@ -43,8 +42,8 @@ class RiskAverse(AdvantageRule):
             raise ValueError(f"RiskAverse: alpha is {self.alpha}, beta {self.beta} and rate {self.rate}, expected "
                              "0 < alpha < beta <= 1, and a rate above 0 to 1")
 
-    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        context, total = context or Context(), weighted_sum(rewards, weights)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        context = context or Context()
         scores = torch.stack([of.nanmean(0) for of in total.split(self.bundle)])
         if scores.isnan().all():
             return torch.zeros_like(total)
@@ -57,7 +56,7 @@ class RiskAverse(AdvantageRule):
         if spread <= RELATIVE_NOISE * scores.abs().nan_to_num(0).max().item():
             return torch.zeros_like(total)
         advantages = risk_weights(scores, low, high, self.alpha, self.beta, self.omega)
-        advantages = (advantages / ((2 + self.omega) * (spread + 1e-8))).clamp(-self.clamp, self.clamp)
+        advantages = advantages / ((2 + self.omega) * (spread + 1e-8))
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
 
 

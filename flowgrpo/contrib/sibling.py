@@ -30,6 +30,8 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.forwards import replaced
+from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.trainable import lora_layers, with_data
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.training.epoch import Epoch
@@ -216,7 +218,8 @@ class OnSibling(Extension):
     @classmethod
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a sibling that is not known as one of few steps, or is the trained model itself."""
-        setting(setup.config)
+        if (lora := setting(setup.config).lora) is not None:
+            require_lora("eval.on.lora", lora)
 
     # --- measurements ------------------------------------------------------------------------------------------------
 
@@ -289,13 +292,11 @@ class OnSibling(Extension):
         for name in ("decodes", "old_policy", *SAMPLING):
             setattr(self.rollouts, name, getattr(own, name))
         try:
-            with self._replaying():
-                trainer.rollouts = self.rollouts
+            with self._replaying(), replaced("rollouts", (trainer, self.rollouts)):
                 yield
         finally:
             for name in SAMPLING:
                 setattr(own, name, getattr(self.rollouts, name))
-            trainer.rollouts = own
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class PolicyShaping(WrappedLoss):
         return (old.guided | old.answers)[:, None]
 
 
-@part("surrogate", reads_groups=True)
+@part("surrogate", reads_groups=True, reads_entropy=lambda loss: loss.by == "entropy")
 class TokenWeights(WrappedLoss, GroupLoss):
     """Surrogate loss times 1 + strength * z, z the information of a token from 0 to 1, [B, L].
 
@@ -61,10 +61,6 @@ class TokenWeights(WrappedLoss, GroupLoss):
     surrogate: Surrogate = Clip(0.2, 0.2)
     by: Literal["entropy", "surprise", "probability", "disagreement"] = "disagreement"
     strength: Annotated[float, AtLeast(-1, below=math.inf)] = 1.0
-
-    @property
-    def reads_entropy(self) -> bool:  # type: ignore[override]
-        return self.by == "entropy"
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Information of every token, 0 for disagreement, which the tokens of all say: [b, L]."""

@@ -6,10 +6,11 @@ import json
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
@@ -19,9 +20,6 @@ from flowgrpo.text.rewards.answer_keys import strip_thoughts
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Run
 from flowgrpo.types import Completions
-
-if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 VARIANTS = "variants"  # key of the memory: lines of prompts, the oldest first
 

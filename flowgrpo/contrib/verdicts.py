@@ -36,8 +36,7 @@ class OfOne(Combined):
         return scores[:, 0]
 
 
-@built_in("ternary")
-@dataclass(frozen=True, eq=False)
+@built_in("ternary", eq=False)
 class Ternary(OfOne):
     """1 if a reward reaches `right`, -1 up to `wrong`, else 0, also for None.
 
@@ -57,8 +56,7 @@ class Ternary(OfOne):
         return (score >= self.right).to(score) - (score <= self.wrong).to(score)
 
 
-@built_in("checklist", "combine several")
-@dataclass(frozen=True, eq=False)
+@built_in("checklist", "combine several", eq=False)
 class Checklist(Combined):
     """Share of several rewards that reach their thresholds (1 for each by default), among those that apply.
 
@@ -79,8 +77,7 @@ class Checklist(Combined):
         return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
-@built_in("corrected")
-@dataclass(frozen=True, eq=False)
+@built_in("corrected", eq=False)
 class Corrected(OfOne):
     """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased.
 
@@ -115,8 +112,7 @@ def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
     return values
 
 
-@built_in("progress")
-@dataclass(frozen=True, eq=False)
+@built_in("progress", eq=False)
 class Progress(OfOne):
     """1 for a success, and for a failure its nearness to the successes of its group, below 1 (SRPO).
 
@@ -160,8 +156,7 @@ class Progress(OfOne):
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
 
 
-@built_in("votes", "ensemble majority")
-@dataclass(frozen=True, eq=False)
+@built_in("votes", "ensemble majority", eq=False)
 class Votes(Combined):
     """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty.
 
@@ -179,8 +174,7 @@ class Votes(Combined):
         return where_any(scores, (balance.sign() + 1) / 2)
 
 
-@built_in("flawed")
-@dataclass(frozen=True, eq=False)
+@built_in("flawed", eq=False)
 class Flawed(Combined):
     """-1 for a wrong answer, 1 for a right one by a sound process, 0 for a right one by a flawed process (FAPO).
 
@@ -199,8 +193,7 @@ class Flawed(Combined):
         return value.masked_fill(answer.isnan(), torch.nan)
 
 
-@built_in("rechecked")
-@dataclass(frozen=True, eq=False)
+@built_in("rechecked", eq=False)
 class Rechecked(Combined):
     """Verdict of a second verifier on some of the samples that the first one rejects; None for the others.
 
@@ -239,8 +232,7 @@ def is_sampled(output: Tensor | str, prompt: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-@built_in("scaled")
-@dataclass(frozen=True, eq=False)
+@built_in("scaled", eq=False)
 class Scaled(OfOne):
     """Reward times its prompt's difficulty, a number of 0 or more in the metadata; times 1 without it (RewardMap).
 
@@ -261,8 +253,7 @@ class Scaled(OfOne):
                 for value, factor in zip(values, factors)]
 
 
-@built_in("user_prompt")
-@dataclass(frozen=True, eq=False)
+@built_in("user_prompt", eq=False)
 class UserPrompt(OfOne):
     """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was sampled from.
 

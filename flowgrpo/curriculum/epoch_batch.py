@@ -38,8 +38,8 @@ class EpochBatch:
     memory: dict[str, Any] = field(default_factory=dict)
     prompts: list[Prompt] = field(default_factory=list)
     turns: list[range] = field(default_factory=list)
-    diversity: list[float] | None = None
-    norms: list[Tensor] | None = None
+    diversity: list[float] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
     replaced: set[int] = field(default_factory=set)
     _scores: list[Tensor] = field(default_factory=list)
     _totals: list[Tensor] = field(default_factory=list)
@@ -66,10 +66,8 @@ class EpochBatch:
             norms: Sequence[Tensor] = ()) -> None:
         """Add a turn of all processes: its prompts, their scores [P,G,R], totals [P,G], and diversity and norms, if
         known."""
-        if len(norms):
-            self.norms = [*(self.norms or []), *norms]
-        if diversity:
-            self.diversity = [*(self.diversity or []), *diversity]
+        self.norms += norms
+        self.diversity += diversity
         self.turns.append(range(len(self.prompts), len(self.prompts) + len(batch)))
         self.prompts += batch
         self._scores.append(scores)

@@ -17,6 +17,7 @@ import torch
 from flowgrpo.curriculum.order import KEY, OfBeliefs, posteriors, require_rate, update_beta
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.selection import rank
 from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def record(memory: dict[str, Any], drawn: EpochBatch) -> None:
         if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
             require_rate(prompt.key, rewards.min().item(), rewards.max().item())
             sampled.setdefault(prompt.key, []).append(rewards.mean().item())
-            if drawn.diversity is not None:
+            if drawn.diversity:
                 kinds[prompt.key] = drawn.diversity[place]
     for key, rates in sampled.items():
         known[key] = [*known.get(key, []), sum(rates) / len(rates)][-LONGEST:]
@@ -151,20 +152,13 @@ class Retention(OfRates):
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         if epoch < self.after:
             return sets.draw(list(pool), count, epoch, seed, weights)
-        kept = self.rank(memory, pool)[:self.keep]
+        known = memory.get(RATES, {})
+        ranked = rank(pool, known, self.by) + [prompt for prompt in pool if not known.get(prompt.key)]
+        kept = ranked[:self.keep]
         if self.by == "variance":
             chosen = memory.setdefault(RETAINED, [prompt.key for prompt in kept])
             kept = [prompt for prompt in pool if prompt.key in chosen] or kept
         return sets.draw(kept, count, epoch, seed)
-
-    def rank(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts in the order of retention; equal ones in the pool's."""
-        def rank(prompt: Prompt) -> tuple[bool, float]:
-            rates = memory.get(RATES, {}).get(prompt.key)
-            value = 0.0 if not rates else rates[-1] if self.by == "hardest" else -float(np.var(rates))
-            return not rates, value
-
-        return sorted(pool, key=rank)
 
 
 @part("curriculum")
@@ -227,7 +221,7 @@ class GradientVariance(OfBeliefs):
         super().learn(memory, drawn)
         known = memory.setdefault(NORMS, {})
         squares = defaultdict[str, list[float]](list)
-        for prompt, totals, norms in zip(drawn.prompts, drawn.totals, drawn.norms or ()):
+        for prompt, totals, norms in zip(drawn.prompts, drawn.totals, drawn.norms):
             squares[prompt.key].extend(norms[totals >= self.right].square().tolist())
         known |= {key: math.sqrt(sum(values) / len(values)) for key, values in squares.items() if values}
 

@@ -168,9 +168,8 @@ class Hints:
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.epoch < self.after * drawn.epochs:
             return []
-        failed = failing(drawn, self.fail)
-        return [(place, prompt) for place in drawn.standing()
-                if failed[place] and (prompt := self.add_hint(drawn.prompts[place]))]
+        return [(place, prompt) for place in failing(drawn, self.fail)
+                if (prompt := self.add_hint(drawn.prompts[place]))]
 
     def add_hint(self, prompt: Prompt) -> Prompt | None:
         """The prompt with one more hint; None if none is left."""
@@ -190,10 +189,11 @@ class Hints:
         return [beginning(metadata, share) for share in self.shares] if metadata.get("solution") else []
 
 
-def failing(drawn: EpochBatch, fail: float) -> list[bool]:
-    """True for every group without a sample whose weighted reward is above `fail`."""
+def failing(drawn: EpochBatch, fail: float) -> list[int]:
+    """Indices of the standing groups without a sample whose weighted reward is above `fail`."""
     best = drawn.totals.nan_to_num(float("-inf")).amax(1)
-    return (best <= fail + RELATIVE_NOISE * abs(fail)).tolist()
+    failed = (best <= fail + RELATIVE_NOISE * abs(fail)).tolist()
+    return [place for place in drawn.standing() if failed[place]]
 
 
 def beginning(metadata: dict[str, Any], share: float) -> str:
@@ -264,8 +264,7 @@ class TeacherAnswers:
     fail: float = 0.0
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
-        failed = failing(drawn, self.fail)
-        prompts = [(place, drawn.prompts[place]) for place in drawn.standing() if failed[place]]
+        prompts = [(place, drawn.prompts[place]) for place in failing(drawn, self.fail)]
         return [(place, replace(prompt, guided=Guidance(prompt.text, answers=True))) for place, prompt in prompts
                 if solutions_of(prompt) and not prompt.guided]
 

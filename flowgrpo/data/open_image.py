@@ -168,7 +168,10 @@ def rgb(image: Image.Image, opaque: bool = False) -> Image.Image:
     white; opaque: refused. Raises Unclear for that, and for values of an unknown range."""
     image = upright(image)
     image.load()
-    info, wide, alpha = image.info, levels(image), _alpha(image)
+    info, wide, alpha = image.info, levels(image), None
+    if image.has_transparency_data:  # its opacity, as mode L
+        alpha = image.convert("RGBA").getchannel("A") if not image.mode.startswith("I") else Image.fromarray(
+            np.where(np.asarray(image) == info["transparency"], 0, 255).astype(np.uint8))
     if wide is not None:
         image = Image.fromarray((wide * 255).round().astype(np.uint8))
     coloured = _to_srgb(image, info.get("icc_profile"))
@@ -182,16 +185,6 @@ def rgb(image: Image.Image, opaque: bool = False) -> Image.Image:
     white = Image.new("RGB", coloured.size, "white")
     white.paste(coloured, mask=alpha)
     return white
-
-
-def _alpha(image: Image.Image) -> Image.Image | None:
-    """Opacity of an image as mode L; None for an opaque one."""
-    if not image.has_transparency_data:
-        return None
-    if image.mode.startswith("I"):
-        clear = np.asarray(image) == image.info["transparency"]
-        return Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
-    return image.convert("RGBA").getchannel("A")
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:

@@ -102,17 +102,14 @@ def load_templates(path: Path) -> Templates:
     for key in ("slots", "metadata"):
         if not isinstance(given.get(key) or {}, dict):
             raise UserError(f"{path}: {key}: got {given[key]!r}, expected names with values")
-    slots = {name: _words(path, name, words) for name, words in (given.get("slots") or {}).items()}
+    slots: dict[str, dict[str, Any]] = {}
+    for name, words in (given.get("slots") or {}).items():
+        if not isinstance(words, (list, dict)) or not words:
+            raise UserError(f"{path}: slots.{name}: got {words!r}, expected a list of words, or words with values")
+        slots[name] = {str(word): words[word] if isinstance(words, dict) else word for word in words}
     for template in given["templates"]:
         _require_slots(path, template, slots)
     return Templates(tuple(given["templates"]), slots, given.get("metadata") or {})
-
-
-def _words(path: Path, name: str, words: Any) -> dict[str, Any]:
-    """A slot's words with their values: a list's words stand for themselves."""
-    if not isinstance(words, (list, dict)) or not words:
-        raise UserError(f"{path}: slots.{name}: got {words!r}, expected a list of words, or words with values")
-    return {str(word): words[word] if isinstance(words, dict) else word for word in words}
 
 
 def _require_slots(path: Path, template: Any, slots: Mapping[str, Any]) -> None:

@@ -93,9 +93,6 @@ class Processes:
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
 
-    def most(self, whole: Sized) -> int:
-        return -(-len(whole) // self.count)
-
     def gather(self, values: Tensor) -> Tensor:
         """Rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be 0."""
         if self.count > 1:

@@ -37,7 +37,7 @@ PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
 
 _active: list[Stop] = []  # that of the run that trains now
 _latest: list[Stop] = []  # the last one that trained
-_limit: list[float] = []  # PATIENCE, within a run of several processes
+limits: list[float] = []  # seconds that a call of the rewards may take: PATIENCE within a run of several processes
 
 
 class Stopped(KeyboardInterrupt):
@@ -170,12 +170,12 @@ def complete(future: Future[T], call: Callable[[], T]) -> None:
 
 def result(future: Future[T], check: Callable[[], None] = check) -> T:
     """The future's result, for which this thread waits until `check` raises an error; UserError after PATIENCE in a run
-    of several processes."""
+    of several processes (`limits`)."""
     began = time.monotonic()
     while not wait([future], TICK).done:
         check()
-        if _limit and time.monotonic() - began > _limit[0]:
-            raise UserError(f"a reward hangs: no answer within {_limit[0]:g} s, for which the other processes wait: "
+        if limits and time.monotonic() - began > limits[0]:
+            raise UserError(f"a reward hangs: no answer within {limits[0]:g} s, for which the other processes wait: "
                             "set the reward's timeout, or the environment variable FLOWGRPO_REWARD_SECONDS")
     return future.result()
 
@@ -185,16 +185,6 @@ def promptly(call: Callable[[], T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return call()
     return result(start_thread(call))
-
-
-class Limit:
-    """Context manager: one call of the rewards may take PATIENCE seconds."""
-
-    def __enter__(self) -> None:
-        _limit.append(PATIENCE)
-
-    def __exit__(self, *_: object) -> None:
-        _limit.pop()
 
 
 def leave(code: int) -> None:

@@ -58,7 +58,7 @@ class Watch:
         self._links: dict[socket.socket, str] = {}  # connections to the others, with their names
         self._heard: dict[socket.socket, float] = {}  # when, of those that have not ended
         self._noticed, self._ended = threading.Event(), threading.Event()
-        self._limit, self._sending = signals.Limit(), threading.Lock()
+        self._sending = threading.Lock()
 
     def __enter__(self) -> Watch:
         if self.processes.count > 1:
@@ -68,14 +68,14 @@ class Watch:
                 raise UserError(f"process {self.processes.rank} on {socket.gethostname()}: the processes cannot "
                                 f"connect to the first one ({error}): expected open TCP ports between the machines"
                                 ) from None
-            self._limit.__enter__()
+            signals.limits.append(signals.PATIENCE)
             threading.Thread(target=self._listen, daemon=True, name="watch").start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not self._links:
             return
-        self._limit.__exit__()
+        signals.limits.pop()
         collective = isinstance(error, RuntimeError)  # perhaps that of a collective that another process has left
         if collective:
             self._noticed.wait(NOTICE)

@@ -6,7 +6,7 @@ tell whether an image fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from flowgrpo.rewards.reward import FPS
 SHORT = 256  # pixels of an image's shorter side, to which `structure` scales
 SIDE = 256  # pixels of the image by which the number of features is found, where the run has no size
 MOST = 32  # images of a reward
+
+# By name: a reward, and by the index of each prompt the other one under which it scores that prompt's image.
+Shuffled = dict[str, tuple[Any, dict[int, Prompt]]]
 
 
 def fid(one: Tensor, other: Tensor) -> float:
@@ -119,49 +122,37 @@ def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, 
     return {"ssim": sum(ssims) / len(base), "images": len(base)}
 
 
-@dataclass(frozen=True)
-class Shuffled:
-    """Rewards, and for each the other prompt under which it scores a prompt's image, by the prompt's index."""
+def shuffle(functions: Mapping[str, Any], prompts: Sequence[Prompt]) -> Shuffled:
+    """Rewards that score one sample by itself in this process, if PAIRS of the first MOST prompts have another
+    prompt."""
+    found: Shuffled = {}
+    for name, reward in functions.items():
+        parts = rewards.inside(reward)
+        reads = {read for part in parts for read in part.reads if not read.startswith("metadata.")}
+        if any(part.unit != "sample" for part in parts) or not reads <= {FPS} or rewards.slow(reward):
+            continue
+        rows = [i for i, prompt in enumerate(prompts[:MOST])
+                if getattr(reward, "rule", WatchRule()).applies(prompt.metadata)]
+        if len(others := _others(rows, prompts)) >= PAIRS:
+            found[name] = (rewards.for_trial(reward) if isinstance(reward, rewards.Composed) else reward, others)
+    return found
 
-    rewards: dict[str, Any]
-    others: dict[str, dict[int, Prompt]]
 
-    @classmethod
-    def choose(cls, functions: Mapping[str, Any], prompts: Sequence[Prompt]) -> Shuffled:
-        """Rewards that score one sample by itself in this process, if PAIRS of the first MOST prompts have another
-        prompt."""
-        others = {}
-        for name, reward in functions.items():
-            parts = rewards.inside(reward)
-            reads = {read for part in parts for read in part.reads if not read.startswith("metadata.")}
-            if any(part.unit != "sample" for part in parts) or not reads <= {FPS} or rewards.slow(reward):
+def score_shuffled(shuffled: Shuffled, indices: Sequence[int | None], images: Any, policy: Any) -> torch.Tensor:
+    """Score images of the prompts with these indices under the other prompts -> [B, R]; NaN for an index of None, for a
+    prompt without another, and where a reward fails. The random state is kept."""
+    scores = torch.full((len(indices), len(shuffled)), torch.nan)
+    with random_state_kept(policy.device):
+        for column, (name, (reward, others)) in enumerate(shuffled.items()):
+            paired = {row: others[i] for row, i in enumerate(indices) if i is not None and i in others}
+            if not paired:
                 continue
-            rows = [i for i, prompt in enumerate(prompts[:MOST])
-                    if getattr(reward, "rule", WatchRule()).applies(prompt.metadata)]
-            if len(paired := _others(rows, prompts)) >= PAIRS:
-                others[name] = paired
-        made = {name: functions[name] for name in others}
-        return cls({name: rewards.for_trial(reward) if isinstance(reward, rewards.Composed) else reward
-                    for name, reward in made.items()}, others)
-
-    def score(self, indices: Sequence[int | None], images: Any, policy: Any) -> torch.Tensor:
-        """Score images of the prompts with these indices under the other prompts -> [B, R]; NaN for an index of None,
-        for a prompt without another, and where a reward fails. The random state is kept."""
-        scores = torch.full((len(indices), len(self.rewards)), torch.nan)
-        with random_state_kept(policy.device):
-            for column, (name, reward) in enumerate(self.rewards.items()):
-                paired = self.others[name]
-                rows = [row for row, i in enumerate(indices) if i in paired]
-                if not rows:
-                    continue
-                of = [paired[i] for i in indices if i is not None and i in paired]
-                some = [images[row] for row in rows] if isinstance(images, list) else images[rows]
-                try:
-                    scores[rows, column] = rewards.score(
-                        {name: reward}, some, [p.text for p in of], [p.metadata for p in of], fps=policy.fps)[:, 0]
-                except UserError:  # it has just scored the same images under their own prompts
-                    continue
-        return scores
+            rows, of = [*paired], [*paired.values()]
+            some = [images[row] for row in rows] if isinstance(images, list) else images[rows]
+            with suppress(UserError):  # it has just scored the same images under their own prompts
+                scores[rows, column] = rewards.score(
+                    {name: reward}, some, [p.text for p in of], [p.metadata for p in of], fps=policy.fps)[:, 0]
+    return scores
 
 
 def _others(indices: list[int], prompts: Sequence[Prompt]) -> dict[int, Prompt]:

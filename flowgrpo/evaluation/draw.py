@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import image_files
-from flowgrpo.evaluation.plan import Ledger, Medium, Place, Plan, TextLedger
+from flowgrpo.evaluation.plan import AnyLedger, Ledger, Medium, Place, Plan, TextLedger
 from flowgrpo.evaluation.samplers import Pipelines, Texts
 from flowgrpo.policies import loading
 from flowgrpo.rewards import guards
@@ -56,6 +56,16 @@ class Drawer:
         self.chosen |= {place: (tries[number][at], score)
                         for at, (place, (number, score)) in enumerate(zip(places, picked))}
         return [samples[number] for samples, (number, _) in zip(drawn, picked)]
+
+    def fill(self, ledger: AnyLedger, prompts: Sequence[Prompt], places: Sequence[Place], batch: int,
+             drawn: Callable[[int], object] = lambda count: None) -> None:
+        """Draw samples of one arm into a ledger, `batch` at once. prompts: by their numbers. drawn: is given the number
+        of each batch's samples."""
+        for first in range(0, len(places), batch):
+            some = places[first:first + batch]
+            for place, sample in zip(some, self.draw([prompts[place.prompt] for place in some], some)):
+                ledger.save(place, sample, self.facts(prompts[place.prompt], place, sample), self.plan.fps)
+            drawn(len(some))
 
     def _draw_once(self, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
         if isinstance(self.sampler, Pipelines) and self.sampler.pipe is None:

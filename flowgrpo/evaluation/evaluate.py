@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -42,29 +42,16 @@ AT_ONCE = 8  # samples scored in one call
 
 @loading.memory_told()
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
-             lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
-             guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
-             rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
-             max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-             by: str | dict[str, Any] = "", enhancer: str | None = None, distance: Sequence[str] = (),
-             generates: str | None = None) -> dict[str, Any]:
+             features: str | Callable = "pixels", batch: int | None = None, distance: Sequence[str] = (),
+             samples: int = 1, rlg: Sequence[float] = (), **options: Unpack[PlanOptions]) -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
-    source: a model, or a run (its model and result, with its `eval` steps and guidance).
+    source, samples, rlg: see `make_plan`. options: see `PlanOptions`.
     suite: see `load_suite`.
-    names: rewards, where a run's rewards keep their rules, or rules by name; empty: those of the run.
-    lora: weights to load into a model. base: also sample without them, from the same seeds, and compare.
-    samples: per prompt; with several, pass@k of rewards of 0 and 1 is reported.
+    names: rewards, where a run's rewards keep their rules, or rules by name; empty: those of the run. They judge for
+    the suite's prompts, whatever an enhancer makes of these.
     features: space of the distance between a prompt's images, see `rewards.guards.Diversity`.
-    rlg: draw the tuned images with base + rlg * (tuned - base); several weights are all drawn, and `rlg.png` plots
-    the rewards over them.
-    temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
-    temperature 1.
-    precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
-    best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
-    enhancer: language model or run that rewrites the prompts of images; rewards judge for the suite's prompts.
-    generates: "text" or "image", of a language model with an image head; None: as the run has it, or texts.
     distance: "fid", "kid" or both, of the tuned images to the base's, in `features`; see distances.py.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 image, 8 texts) this holds up to rounding.
@@ -72,8 +59,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     """
     from accelerate import PartialState
 
-    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
-                     epoch, best_of, by, enhancer, generates)
+    plan = make_plan(source, samples=samples, rlg=rlg, **options)
     # Refuse what does not go together, before anything is drawn.
     processes = Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
     apart = draw.distance_between(plan.medium, features)
@@ -116,11 +102,45 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     return findings.write(plan, chosen, functions, ledger, failed, apart, (distance, features))
 
 
-def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
-              guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
-              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-              by: str | dict[str, Any] = "", enhancer: str | None = None, generates: str | None = None) -> Plan:
-    """Resolve the source to a run or a model, of images or of texts.
+class PlanOptions(TypedDict, total=False):
+    """Options of `make_plan`, of which `evaluate` and `sample_file` take those that they do not set.
+
+    lora: weights to load into a model. base: also sample without them, from the same seeds, and compare.
+    temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
+    temperature 1.
+    precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
+    best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
+    enhancer: language model or run that rewrites the prompts of images.
+    generates: "text" or "image", of a language model with an image head; None: as the run has it, or texts.
+    """
+
+    lora: str | Path | None
+    base: bool
+    steps: int | None
+    guidance: float | None
+    seed: int
+    temperature: float | None
+    max_tokens: int | None
+    precision: str | None
+    epoch: int | None
+    best_of: int
+    by: str | dict[str, Any]
+    enhancer: str | None
+    generates: str | None
+
+
+def make_plan(source: str, lora: str | Path | None = None, *, base: bool = False, samples: int = 1,
+              steps: int | None = None, guidance: float | None = None, seed: int = 0, rlg: Sequence[float] = (),
+              temperature: float | None = None, max_tokens: int | None = None, precision: str | None = None,
+              epoch: int | None = None, best_of: int = 1, by: str | dict[str, Any] = "", enhancer: str | None = None,
+              generates: str | None = None) -> Plan:
+    """Resolve the source, a model or a run (its model and result, with its `eval` steps and guidance), to a plan for
+    images or for texts.
+
+    samples: per prompt; with several, pass@k of rewards of 0 and 1 is reported.
+    rlg: draw the tuned images with base + rlg * (tuned - base); several weights are all drawn, and `rlg.png` plots
+    the rewards over them.
+    The other options: see `PlanOptions`.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
     model, tuned = checkpoints.source(source, lora, epoch)
@@ -165,11 +185,11 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
-    hand, at_once = draw.Drawer(plan, processes.device), max(AT_ONCE, batch)
+    hand, prompts, at_once = draw.Drawer(plan, processes.device), suite.prompts, max(AT_ONCE, batch)
     failed: Counter[str] = Counter()
     for arm in plan.arms:
         processes.wait()  # the tuned samples are compared with the base's of all processes
-        places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
+        places = [Place(arm, i, k) for i in range(len(prompts)) for k in range(plan.samples)]
         remaining = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.collective(), bar(total=len(remaining), title=f"{suite.name}, {arm}", unit=plan.medium.unit,
                                          shown=processes.first) as shown:
@@ -177,13 +197,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
             starts = [0, *range(batch, len(remaining), at_once)] if remaining else []
             for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(remaining)])):
                 some = remaining[start:end]
-                missing = [place for place in some if not ledger.has(place)]
-                for first in range(0, len(missing), batch):
-                    places = missing[first:first + batch]
-                    drawn = hand.draw([suite.cases[place.prompt].prompt for place in places], places)
-                    for place, sample in zip(places, drawn):
-                        prompt = suite.cases[place.prompt].prompt
-                        ledger.save(place, sample, hand.facts(prompt, place, sample), plan.fps)
+                hand.fill(ledger, prompts, [place for place in some if not ledger.has(place)], batch)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 shown.update(len(some))

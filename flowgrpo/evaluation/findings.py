@@ -18,10 +18,11 @@ from flowgrpo.data.suites import Suite
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
+from flowgrpo.escaped import table as markdown_table
 from flowgrpo.evaluation import distances, measured
 from flowgrpo.evaluation.distances import DISTANCES
 from flowgrpo.evaluation.pages import figures, sources
-from flowgrpo.evaluation.pages.before_after import frames_of, means_of
+from flowgrpo.evaluation.pages.before_after import means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.plan import BASE, TUNED, AnyLedger, Place, Plan
 from flowgrpo.evaluation.statistics import (
@@ -134,10 +135,9 @@ def markdown(results: dict[str, Any]) -> str:
     parts = []
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
-        rule = ["---", *["---:"] * (len(heads) - 1)]
-        escaped = [list(map(markdown_of, line)) for line in [heads, *lines]]
-        rows = ["| " + " | ".join(row) + " |" for row in [escaped[0], rule, *escaped[1:]]]
-        parts.append("\n".join([f"## {markdown_of(title(results, reward))}", "", *rows, "", methods(results, reward)]))
+        shown = markdown_table([list(map(markdown_of, line)) for line in [heads, *lines]],
+                               ["---", *["---:"] * (len(heads) - 1)])
+        parts.append(f"## {markdown_of(title(results, reward))}\n\n{shown}\n\n{methods(results, reward)}")
     said = "\n".join(f"- {markdown_of(line)}" for line in notes(results))
     return "\n\n".join([*parts, *([said] if said else [])]) + "\n"
 
@@ -237,7 +237,7 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: AnyLedger
     for i in measured.evenly(prompts, SHOWN):
         prompt, samples = suite.cases[i].prompt, [ledger.load(Place(arm, i, 0)) for arm in plan.arms]
         numbers = [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms]
-        rows.append(Row(prompt.text, samples, numbers, sources.read_sources(prompt, frames_of(samples[0]))))
+        rows.append(Row(prompt.text, samples, numbers, sources.read_sources(prompt, samples[0])))
     draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
               fps=plan.fps)
     if plan.rlg == "sweep":

@@ -79,7 +79,7 @@ def measure_side(trainer: Trainer, functions: dict[str, Any], title: str,
             guidance=guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=keep, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
-            shuffle=shuffle, model=config.model, run_seed=seed(trainer, reported)), "evaluation")
+            others=shuffle, model=config.model, run_seed=seed(trainer, reported)), "evaluation")
     return measured.without(prompts, lost, keep) if any(lost) else measured
 
 

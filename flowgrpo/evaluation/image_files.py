@@ -142,8 +142,7 @@ def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch
     """Write what the prompts of a page bring into the folder `source` of a run, or below the name of a page; return the
     files of each prompt, relative to the page. samples: the page's, whose number of frames a source video has."""
     root, folder = (place, sources.FOLDER) if place.is_dir() else (place.parent, f"{place.stem}/{sources.FOLDER}")
-    clips = [len(sample) for sample in samples[:1] if not isinstance(sample, str) and sample.ndim == 4]
-    written = sources.save(root / folder, prompts, clips[0] if clips else None)
+    written = sources.save(root / folder, prompts, sources.frames_of(samples[0]) if len(samples) else None)
     return [[f"{folder}/{name}" for name in files] for files in written]
 
 

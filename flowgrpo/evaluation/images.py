@@ -1,5 +1,5 @@
-"""Images from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
-prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model).
+"""Images from saved weights: those of a LoRA, and samples of every prompt of a file with a prompt file that names them
+(for `base_similarity`, or texts of a model).
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Unpack
 
 from flowgrpo import domains
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
 from flowgrpo.data.images import read_image
 from flowgrpo.data.prompts import USER_PROMPT, Prompt, require_length, to_jsonl
-from flowgrpo.device import drawing, require_generators
+from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import draw, image_files, run_rewards, samplers
-from flowgrpo.evaluation.evaluate import make_plan
-from flowgrpo.evaluation.measured import spread
+from flowgrpo.evaluation import draw, image_files, samplers
+from flowgrpo.evaluation.evaluate import PlanOptions, make_plan
 from flowgrpo.evaluation.pages import clips
-from flowgrpo.evaluation.pages.before_after import scored_rows
-from flowgrpo.evaluation.pages.grid import draw_grid
-from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Place, Plan, digest
-from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
+from flowgrpo.evaluation.plan import BASE, TUNED, Place, Plan, digest
+from flowgrpo.evaluation.samplers import Enhancer
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE
 from flowgrpo.policies import loading
-from flowgrpo.policies.checkpoints import config_of, run_config
-from flowgrpo.policies.pipelines.load import modality, rate_ahead
+from flowgrpo.policies.checkpoints import config_of
+from flowgrpo.policies.pipelines.load import modality
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.paths import require_file, require_folder, require_room
 
@@ -88,7 +83,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     pipe = painter.sampler.load(plan.arm(arm))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
-    kind = modality(pipe)
+    kind = modality(type(pipe))
     if one and Path(output).suffix.lower() not in FILES[kind]:
         raise UserError(f"--output {output}: {type(pipe).__name__} generates {SAMPLE[kind]}s: expected the name of a "
                         f"{' or '.join(FILES[kind])} file, or of a folder")
@@ -132,37 +127,6 @@ def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(iter
     return True
 
 
-@loading.memory_told()
-def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
-         rlg: float | None = None) -> Path:
-    """Draw base and tuned images of `count` prompts side by side, with the run's rewards below; returns `output`. The
-    images one by one lie in a folder of its name.
-    Clips are drawn as their frames, and animated in an additional WebP and mp4.
-
-    run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
-    prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
-    rlg: draw the tuned images with base + rlg * (tuned - base).
-    Raises UserError for a folder that is not a run, or has no weights yet.
-    """
-    run = Path(run)
-    config = run_config(run)
-    loading.require_weights(run)
-    require_file(output)
-    chosen = spread(sets.prompts_to_show(config, prompts), count)
-    sources.require(chosen)
-    functions = run_rewards.rewards_of_run(config)
-    arguments, device = samplers.call_arguments(config.model, run), loading.place()
-    sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
-    fps = rate_ahead(config.model, config.load, arguments, config.fps)
-    drawn = [first_of_each(sampler, arm, chosen, seed) for arm in (Arm(None, arguments), Arm(run, arguments, rlg))]
-    rows, means = scored_rows(functions, drawn, chosen, [torch.stack(drawn[0])] * 2, fps)
-    names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = image_files.save_columns(Path(output), names, drawn, fps)
-    brought = image_files.save_sources(Path(output), chosen, drawn[0])
-    return draw_grid(Path(output), names, rows, means, image_files.facts(
-        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments), fps)
-
-
 def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
     """Yield file names that sort like the images: number of the prompt, its words, number of the image."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
@@ -171,21 +135,17 @@ def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[st
 
 
 @loading.memory_told()
-def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
-           seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
-           batch: int | None = None, temperature: float | None = None, key: str | None = None,
-           precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "",
-           enhancer: str | None = None, generates: str | None = None) -> Path:
+def sample_file(source: str, prompts: str | Path, output: str | Path, *, count: int = 1, rlg: float | None = None,
+                batch: int | None = None, key: str | None = None, **options: Unpack[PlanOptions]) -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
     That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the image (of
     a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text";
-    with "prompt" a text becomes the line's prompt (see `_with_sample`). Existing samples in the folder are kept. Other
-    arguments: see `evaluate`.
+    with "prompt" a text becomes the line's prompt (see `_with_sample`). Existing samples in the folder are kept.
+    batch: see `evaluate`. source: see `make_plan`. options: see `PlanOptions`.
     Raises UserError as `evaluate` does, for a folder with samples of other settings, and for images as prompts.
     """
-    plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
-                     precision=precision, best_of=best_of, by=by, enhancer=enhancer, generates=generates)
+    plan = make_plan(source, samples=count, rlg=[] if rlg is None else [rlg], **options)
     if key == PROMPT and plan.medium is not draw.TEXTS:
         raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
                         "another key")
@@ -201,14 +161,9 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     with paths.undone(ledger.folder):
         ledger.settle(settings)
         hand = draw.Drawer(plan, loading.place())
-        together = batch or plan.medium.together
         missing = [place for place in places if not ledger.has(place)]
         with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:
-            for first in range(0, len(missing), together):
-                some = missing[first:first + together]
-                for place, drawn in zip(some, hand.draw([given[place.prompt] for place in some], some)):
-                    ledger.save(place, drawn, hand.facts(given[place.prompt], place, drawn), plan.fps)
-                shown.update(len(some))
+            hand.fill(ledger, given, missing, batch or plan.medium.together, shown.update)
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
     atomic.write_text(path, to_jsonl(_with_sample(given[place.prompt], name, ledger.entry(place)) for place in places))
     return path

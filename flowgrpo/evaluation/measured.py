@@ -20,7 +20,7 @@ from flowgrpo.data.prompts import Prompt, encodable
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation import looks
-from flowgrpo.evaluation.distances import Shuffled, structure
+from flowgrpo.evaluation.distances import score_shuffled, shuffle, structure
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE, quantity
@@ -154,7 +154,7 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
             samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
             encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
             processes: Processes = Processes(),
-            reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
+            reference: Callable[[], AbstractContextManager[None]] | None = None, others: Collection[str] = (),
             model: str | None = None, run_seed: int = EVAL_SEED) -> Measured:
     """Generate `samples` images per prompt with the pipeline's own scheduler, or texts, and score them.
 
@@ -165,7 +165,7 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
     processes: share the work; all get the whole result.
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
     images from the same seeds. None: the policy is its base already.
-    shuffle: names of rewards that also score images under other prompts, where they can.
+    others: names of rewards that also score images under other prompts, where they can.
     model: the name by which `looks` are measured, of images; None: they are not. run_seed: of `seeder`.
     """
     # Rows (prompt, sample), of which this process has its own; a reward that compares samples needs whole groups.
@@ -177,9 +177,8 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
         processes.own(rows)
     twins = [(i, 1) for i in evenly(len(prompts), looks.twins(len(prompts), samples))] if viewed else []
     scoring = Scoring(functions, samples if whole else 1, policy, processes.reports)
-    named = {name: functions[name] for name in shuffle} if policy.modality == "image" else {}
-    shuffled = Shuffled.choose(named, prompts)
-    under_others = [torch.empty(0, len(shuffled.rewards))]
+    shuffled = shuffle({name: functions[name] for name in others} if policy.modality == "image" else {}, prompts)
+    under_others = [torch.empty(0, len(shuffled))]
     images, features, seconds = list[Any](), [looks.features([])], [looks.features([])]
     shown = bar(total=len(local) + len(processes.own(twins)), title=title, unit=SAMPLE[policy.modality],
                 shown=processes.first)
@@ -187,7 +186,7 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
     def batches(local: list[tuple[int, int]], of: list[tuple[int, int]]
                 ) -> Iterator[tuple[list[tuple[int, int]], list[Prompt], Any, list[int]]]:
         """Yield batches of this process's rows, empty ones that it only accompanies, with what draws them."""
-        most = -(-len(prompts) // processes.count) * samples if whole and of is rows else processes.most(of)
+        most = -(-len(prompts) // processes.count) * samples if whole and of is rows else -(-len(of) // processes.count)
         for start in range(0, len(local) if processes.lockstep is None else most, micro_batch):
             signals.check()
             local_batch = local[start:start + micro_batch]
@@ -210,10 +209,10 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
             if not batch:
                 continue
             scoring.add(of, outputs, base, latents)
-            if shuffled.rewards:
+            if shuffled:
                 firsts = [i if k == 0 else None for i, k in batch]
-                under_others.append(signals.promptly(partial(shuffled.score, firsts, outputs, policy))
-                                    if processes.reports else torch.zeros(len(of), len(shuffled.rewards)))
+                under_others.append(signals.promptly(partial(score_shuffled, shuffled, firsts, outputs, policy))
+                                    if processes.reports else torch.zeros(len(of), len(shuffled)))
             images += [image for (i, k), image in zip(batch, outputs) if k == 0 and i in kept]
             if viewed:
                 features.append(looks.features(outputs, str(model)))
@@ -223,12 +222,12 @@ def measure(policy: Any, prompts: list[Prompt], functions: dict[str, Any], *, st
     rewards.leave(functions.values())
     # All processes get the results of all, in the order of `rows`.
     columns = processes.gather(torch.cat(scoring.scores)).T.tolist()
-    others = processes.gather(torch.cat(under_others)).T.tolist() if shuffled.rewards else []
+    moved = processes.gather(torch.cat(under_others)).T.tolist() if shuffled else []
     found = (torch.cat([processes.gather(torch.cat(features)), processes.gather(torch.cat(seconds))]),
              [i for i, _ in rows + twins]) if viewed else None
     failed = processes.total([scoring.tally.failed[name] for name in functions])
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)), processes.gather_samples(images),
-                    dict(zip(functions, failed)), policy.fps, dict(zip(shuffled.rewards, others)), features=found,
+                    dict(zip(functions, failed)), policy.fps, dict(zip(shuffled, moved)), features=found,
                     looks=Looks() if found is None else looks.measure_looks(*found))
 
 

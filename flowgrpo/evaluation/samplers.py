@@ -196,7 +196,7 @@ def tell(threads: Threads) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def first_of_each(sampler: Pipelines | Texts, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
+def first_of_each(sampler: Pipelines | Texts, arm: Arm, seed: int, prompts: Sequence[Prompt]) -> list[Any]:
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]

@@ -54,7 +54,8 @@ def sibling_of(config: Config, model: str, lora: str | None = None, steps: int |
     facts, card = few_steps.ahead(model, found.files(config)), EVAL.get(model, {}) if lora is None else {}
     known = steps or card.get("num_inference_steps") or (facts.steps if facts.why else 0)
     if not known:
-        raise UserError(f"{where}: {found.name} is not known as a model of few steps: say its steps")
+        raise UserError(f"{where}: {found.name} is not known as a model of few steps: check the name, or give its "
+                        f"steps ({'--on-steps' if where == '--on' else f'{where}.steps'})")
     own = card.get("guidance", facts.guidance)
     return replace(found, steps=int(known), guidance=own if guidance is None else guidance)
 

@@ -50,6 +50,12 @@ def format_interval(mean: float | None, low: float | None, high: float | None, d
     return f"{format_value(mean, digits, sign)} {bounds(low, high, digits, sign)}".strip()
 
 
+def format_share(wins: Sequence[float]) -> str:
+    """Share of wins with Wilson's 95 % interval. wins: 1, 0, or 1/2 for a tie."""
+    share = interval(np.array(wins, dtype=np.float64)[:, None], WILSON)
+    return format_interval(share.mean, share.low, share.high, 2)
+
+
 def bounds(low: float | None, high: float | None, digits: int, sign: str = "") -> str:
     """Interval in brackets, an empty text if there is none."""
     ends = [format_value(end, digits, sign) for end in (low, high)]

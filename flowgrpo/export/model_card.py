@@ -18,6 +18,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.escaped import code, code_block, line, markdown
+from flowgrpo.escaped import table as table_of
 from flowgrpo.evaluation import kept
 from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages import figures
@@ -105,7 +106,7 @@ def prompts(config: Config) -> str:
         for row, part in zip(rows, sets.resolve(config)):
             row[2] = f"{len(part):,}"
     note = f"**{markdown(sets.caution(config.prompts))}.**\n\n" if config.train_on_test_set else ""
-    return note + _table([["split", "set", "number", "SHA-256"], *rows])
+    return note + table_of([["split", "set", "number", "SHA-256"], *rows])
 
 
 def _version(label: str, rule: WatchRule) -> str:
@@ -136,10 +137,6 @@ def cost(summary: dict[str, Any], run: Path) -> str:
             f"({hours:.3g} hours{on})")
 
 
-def _table(rows: Sequence[Sequence[str]], align: Sequence[str] = ()) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], align or ["---"] * len(rows[0]), *rows[1:]])
-
-
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     """The card, whose gallery is written to the run. place: what the snippet loads the weights from."""
     lora, licence, pairs = has_lora(config, run), licence_of(config.model), gallery(run)
@@ -157,11 +154,12 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
         f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
         for found in kept.read(run).values())
     hashes = "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
+    comfyui = " and ".join(code(file.relative_to(run).as_posix()) for file in sorted(run.glob("comfyui/*.safetensors")))
     sourced = any(pair.brought for pair in pairs)
     samples = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
                 *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
                for pair in pairs]
-    table = [_table([["prompt", *["source"] * sourced, "before", "after"], *samples])] if pairs else []
+    table = [table_of([["prompt", *["source"] * sourced, "before", "after"], *samples])] if pairs else []
     parts = {
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
@@ -176,7 +174,8 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
                              for label, rule in (config.trained | config.extra_rewards).items()),
         "Training": f"{settings(config, summary, run)}\n\nMade with: {made_with}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
-        "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes}",
+        "Files": f"For ComfyUI: {comfyui}, at strength 1. All other programs: the files below.\n\n" * bool(comfyui)
+                 + f"SHA-256 of the weights:\n\n{hashes}",
         "Limits": limits(config, summary),
         "Licence": _licence(config, licence)}
     body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
@@ -261,12 +260,6 @@ def licence_of(place: str) -> dict[str, str]:
     return {key: line(str(entries[key])) for key in LICENCES if key in entries} if named else {}
 
 
-def _files(run: Path) -> str:
-    made = sorted(run.glob("comfyui/*.safetensors"))
-    named = " and ".join(code(file.relative_to(run).as_posix()) for file in made)
-    return f"For ComfyUI: {named}, at strength 1. All other programs: the files below.\n\n" if made else ""
-
-
 def has_lora(config: Config, run: Path) -> bool:
     """True for a run with a LoRA, in place of whole weights or an edit policy."""
     from flowgrpo.policies.pipelines import edits
@@ -290,7 +283,7 @@ def results(config: Config, summary: dict[str, Any]) -> str:
             digits = decimals([before, after], [change])
             row = [format_value(before, digits), format_value(after, digits), format_value(change, digits, "+")]
         lines.append([markdown(name), *row, "yes" if name in config.rewards else "no"])
-    table = _table(lines, ["---", "---:", "---:", "---:", "---"])
+    table = table_of(lines, ["---", "---:", "---:", "---:", "---"])
     methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
     scheduler = "" if summary["unit"] == TOKENS else ", with the pipeline's own scheduler"
     intervals = f" 95 % intervals: {', '.join(methods)}." if methods else ""

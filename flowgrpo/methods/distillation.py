@@ -60,7 +60,7 @@ class Distillation:
     weight: Annotated[float, Above(0)] = 1.0
     ascent: Annotated[float, AtLeast(0)] = 0.0
     batch: Annotated[int, AtLeast(1)] = 32
-    scale: float = 1.0
+    scale: Annotated[float, AtLeast(0)] = 1.0
     updates: Annotated[int, AtLeast(1)] = 1
     lr_share: Annotated[float, Above(0)] = 1.0
     after: Annotated[int, AtLeast(0)] = 0

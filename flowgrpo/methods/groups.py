@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flowgrpo import objectives
 from flowgrpo.advantages import group, token_credit
 from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
@@ -16,8 +15,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.distillation import Distillation
 from flowgrpo.methods.parts import Kernel, Plan, Reduction, Reference, Rehearsal, Selection, Solver, StepWeight
 from flowgrpo.methods.supervised import DataLoss
-from flowgrpo.objectives import reductions, references
-from flowgrpo.objectives.kl import Penalty
+from flowgrpo.objectives import ratios, reductions, references, surrogates
+from flowgrpo.objectives.kl import GaussianKL, Penalty, is_active
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import part
@@ -144,11 +143,11 @@ class Loss:
     distil: the loss that draws a few-step student to its teacher; None: none.
     """
 
-    log_ratio: LogRatio = objectives.PlainRatio()
-    surrogate: Surrogate = objectives.Clip(1e-4, 1e-4)
-    step_weight: StepWeight = objectives.Uniform()
+    log_ratio: LogRatio = ratios.PlainRatio()
+    surrogate: Surrogate = surrogates.Clip(1e-4, 1e-4)
+    step_weight: StepWeight = reductions.Uniform()
     reduction: Reduction = reductions.TokenMean()
-    kl: Penalty = objectives.GaussianKL(0.0)
+    kl: Penalty = GaussianKL(0.0)
     reference: Reference = references.Base()
     rehearsal: Rehearsal | None = None
     data: DataLoss | None = None
@@ -158,7 +157,7 @@ class Loss:
     def reads_means(self) -> bool:
         """True where it needs the transitions' means or deviations, not their log-probabilities alone."""
         return self.reads_old_means or self.log_ratio.reads_deviations \
-            or self.kl.reads_means and objectives.is_active(self.kl)
+            or self.kl.reads_means and is_active(self.kl)
 
     @property
     def reads_old_means(self) -> bool:

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 
-from flowgrpo import objectives
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.resampling import Expansion
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import OF_TEXT, Credit, Denoising, Loss
 from flowgrpo.methods.parts import Curriculum, GroupReplay, Redraw
 from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target, TokenRollout
-from flowgrpo.objectives import forward_process
+from flowgrpo.objectives import forward_process, reductions
 from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.samplers import kernels, noised_finals, plans
 from flowgrpo.samplers.grids import compress_tail
@@ -29,7 +28,7 @@ _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.V
 # On a variance-preserving process in place of a part of flow matching alone: the part, and how a recipe writes it.
 FOR_VP: dict[str, tuple[Any, str]] = {
     "kernel": (kernels.FlowDDIM(1.0), "{type: FlowDDIM, eta: 1.0}"), "solver": (kernels.Euler(), "{type: Euler}"),
-    "tail": (1.0, "1.0"), "strides": ((1,), "[1]"), "step_weight": (objectives.Uniform(), "{type: Uniform}")}
+    "tail": (1.0, "1.0"), "strides": ((1,), "[1]"), "step_weight": (reductions.Uniform(), "{type: Uniform}")}
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Method:
                  "solver": isinstance(denoising.solver, kernels.Euler),
                  "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
-                 "step_weight": not isinstance(self.loss.step_weight, (objectives.InverseDelta, objectives.Sigma))}
+                 "step_weight": not isinstance(self.loss.step_weight, (reductions.InverseDelta, reductions.Sigma))}
         return [name for name, fits in takes.items() if not fits]
 
     def _on_vp(self, given: Collection[str]) -> Method:

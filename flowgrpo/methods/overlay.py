@@ -151,7 +151,8 @@ def _part_type(part: Any, name: Any, path: str) -> type:
     elif name in points:
         cls = call_user_code(f"part {name!r} does not import", points[name].load)
     else:
-        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
+        names = [*(registry.of_place(place) or registry.TYPES), *points]
+        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(names))}")
     base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
         of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""

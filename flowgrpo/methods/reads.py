@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import cast
 
-from flowgrpo import objectives
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import surrogates
+from flowgrpo.objectives.kl import is_active
 
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
     "kernel": (lambda m: m.denoising.noisy == "none", "its plan draws no noise"),
     **dict.fromkeys(("solver", "tail"), (
         lambda m: m.denoising.noisy == "every", "its plan leaves no two deterministic steps in a row")),
-    "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
+    "reference": (lambda m: not is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     "advantage": (lambda m: (isinstance(m.target, targets.RewardGradient) or isinstance(
                       m.loss.surrogate, surrogates.ActorCritic) and not m.loss.surrogate.ratio) and

@@ -1,12 +1,14 @@
 """Parts that a recipe can name, by their place in a method: parts of one place can stand for each other.
 
-`part_names` has the names; a part is imported when it is asked for, so that a run loads no room that it does not use.
+`names.json` has the names; a part is imported when it is asked for, so that a run loads no room that it does not use.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import UserDict
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flowgrpo import packages
@@ -15,7 +17,6 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss
-from flowgrpo.methods.part_names import MODULES
 from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
@@ -35,8 +36,11 @@ class ByName(UserDict[str, T]):
         return found  # type: ignore[no-any-return]  # an object, once it is loaded
 
 
+# Parts by place and module, and presets of language models by module; scripts/docs/build_docs.py writes it.
+NAMED: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+MODULES: dict[str, dict[str, list[str]]] = NAMED["parts"]
 _ROWS = [(name, place, module) for place, modules in MODULES.items() for module, names in modules.items()
-         for name in names.split()]
+         for name in names]
 PLACES: dict[str, str] = {name: place for name, place, _ in _ROWS}
 TYPES: ByName[type] = ByName[Any]({name: module for name, _, module in _ROWS})
 assert len(PLACES) == len(_ROWS), "two parts have one name"

@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.parts import Backprop, GroupDraw, Times
-from flowgrpo.objectives import supervised
+from flowgrpo.objectives import ratios, supervised, surrogates
 from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.parts import part
 from flowgrpo.samplers import latent_edits, noised_finals, old_policy, reward_gradient
@@ -190,7 +189,7 @@ class RewardGradient(Target):
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
                                                    "kl", "reference", "redraw", "expansion", "rehearsal",
                                                    "distil", "replay"}
-    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
+    takes: ClassVar[dict[str, type]] = {"surrogate": surrogates.RewardAscent, "log_ratio": ratios.PlainRatio}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:

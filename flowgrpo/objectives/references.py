@@ -170,7 +170,7 @@ def names_in(template: str) -> set[str]:
     return {name for _, name, *_ in string.Formatter().parse(template) if name is not None}
 
 
-@part("reference", target="model")
+@part("reference", target="model", makes_prompts=True)  # of the samples of an epoch
 class SelfTeacher(Base):
     """Present policy under a prompt with more information, without a gradient: a KL to it distils the difference into
     the plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
@@ -187,8 +187,6 @@ class SelfTeacher(Base):
     template: str = "{prompt}\n\nA correct solution:\n{right}\n\nSolve it again:"
     right: float = 0.5
     only_below: float | None = None
-
-    makes_prompts = True  # of the samples of an epoch
 
     def __post_init__(self) -> None:
         given, fits = names_in(self.template), {"prompt", *FEEDBACK[self.feedback]}

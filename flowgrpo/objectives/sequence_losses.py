@@ -202,7 +202,8 @@ def over_group(values: Tensor, group: Tensor) -> Tensor:
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
 
 
-@part("surrogate", reads_groups=True, reads_advantages=True, jointly={"beta smoothing": "above 0, and 0 to 1/2"})
+@part("surrogate", reads_groups=True, reads_advantages=True, reads_reference=lambda loss: loss.reference,
+      jointly={"beta smoothing": "above 0, and 0 to 1/2"})
 class PairLoss(SampleLoss):
     """Loss of preference pairs, [B, N]: the mean over the pairs of a group with different advantages of f(h), h = beta
     (s_w - s_l) - margin - offset (A_w - A_l).
@@ -230,10 +231,6 @@ class PairLoss(SampleLoss):
     margin: float = 0.0
     offset: Annotated[float, AtLeast(0)] = 0.0
     likelihood: Annotated[float, AtLeast(0)] = 0.0
-
-    @property
-    def reads_reference(self) -> bool:  # type: ignore[override]
-        return self.reference
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return s of every sample: [b]."""

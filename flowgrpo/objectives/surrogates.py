@@ -300,7 +300,8 @@ class Seen:
     edited: Tensor | None = None
 
 
-@part("surrogate", target="edits", jointly={"low high": "0 to 1 and 0 or more"})
+@part("surrogate", target="edits", reads_means=lambda loss: loss.through > 0,
+      jointly={"low high": "0 to 1 and 0 or more"})
 class ActorCritic(Surrogate):
     """Loss of an edit and its critic, [B, 1] (EXPO, 2507.07986).
 
@@ -324,10 +325,6 @@ class ActorCritic(Surrogate):
         if min(self.through, self.ratio) < 0 or not self.through + self.ratio > 0:
             raise ValueError(f"ActorCritic: through is {self.through} and ratio {self.ratio}, expected 0 or more and "
                              "one of them above 0: nothing else trains the edit")
-
-    @property
-    def reads_means(self) -> bool:  # type: ignore[override]
-        return self.through > 0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Seen) -> Tensor:
         loss = self.critic * (old.value - old.reward).square().to(log_ratio)

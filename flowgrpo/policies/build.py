@@ -128,9 +128,11 @@ def modality_ahead(config: Config, loaded: Any = None) -> str | None:
     """Modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
     if (of := kind(config, loaded)) != PIPELINE:
         return "image" if of == IMAGE_TOKENS else "text"
-    from flowgrpo.policies.pipelines import load
+    from flowgrpo.policies.pipelines import load, modular
 
-    return load.modality_ahead(config.model, config.load) if loaded is None else load.modality(loaded)
+    cls = type(loaded) if loaded is not None else modular.class_of(
+        load.index_ahead(config.model, config.load).get("_class_name"))
+    return None if cls is None else load.modality(cls)
 
 
 def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:

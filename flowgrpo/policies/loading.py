@@ -106,7 +106,8 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     """
     device = place(device)
     weights = "full" if memory.weights == "nf4" and device.type != "cuda" else memory.weights
-    memory_options.require_quantiser(weights)
+    if weights != "full":
+        memory_options.require_package(f"memory.weights is {weights!r}", memory_options.PACKAGES[weights])
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files, checker=False)
     away = None if memory.encoders == "keep" else "cpu"
     modules = denoisers(pipe)

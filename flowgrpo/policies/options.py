@@ -28,9 +28,15 @@ from flowgrpo.starter import EVAL, FOLDERS
 OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 
 
+def setup_of(config: Config, kind: str = "", device: str | torch.device = "cpu") -> Setup:
+    """Setup of a configuration without a run. kind: of the model, where the configuration does not tell."""
+    kind = kind or build.kind(config)
+    return Setup(config, kind, resolve(config, build.process(kind)), device=device)
+
+
 def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
     """Check a configuration's keys and options without a run; return its method. kind: of the model."""
-    setup = Setup(config, kind, resolve(config, build.process(kind)), device=device)
+    setup = setup_of(config, kind, device)
     keys_read.check(setup)
     check(setup)
     return setup.method
@@ -94,7 +100,7 @@ def require_memory(setup: Setup) -> None:
         f"load.denoiser is {config.load.denoiser!r}" if config.load.gguf else None
     # What quantises needs its package, its device, and weights that are not loaded yet.
     if weights != "full":
-        memory_options.require_quantiser(weights)
+        memory_options.require_package(f"memory.weights is {weights!r}", memory_options.PACKAGES[weights])
         if setup.loaded is not None:
             raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
                             "here")

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, dataclass_transform
 
 from flowgrpo.packages import present
 
@@ -60,20 +60,26 @@ def differentiable(reward: T) -> T:
     return reward
 
 
-def built_in(name: str, found_by: str = "", about: About | None = None) -> Callable[[T], T]:
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def built_in(name: str, found_by: str = "", about: About | None = None, *, eq: bool = True, kw_only: bool = False
+             ) -> Callable[[T], T]:
     """Decorator: the name of a reward of the package, for `built_in.json`, which `scripts/docs/build_docs.py` writes,
-    and for the messages of a class that has no attribute `reward` of its own.
+    and for the messages of a class that has no attribute `reward` of its own. A class becomes a frozen dataclass,
+    unless it has an `__init__` of its own.
 
     found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
-    about: the facts of a function; a class has them as an attribute.
+    about: the facts of a function; a class has them as an attribute. eq, kw_only: of the dataclass.
     """
     def named(reward: T) -> T:
-        reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
+        made: Any = reward  # functions and classes take attributes
+        if isinstance(made, type) and "__init__" not in vars(made):
+            made = dataclass(frozen=True, eq=eq, kw_only=kw_only)(made)
+        made.found_by = found_by
         if about is not None:
-            reward.about = about  # type: ignore[attr-defined]
-        elif "reward" not in vars(reward):
-            reward.reward = name  # type: ignore[attr-defined]
-        return reward
+            made.about = about
+        elif "reward" not in vars(made):
+            made.reward = name
+        return made  # type: ignore[no-any-return]
 
     return named
 

@@ -10,7 +10,6 @@ The sound is decoded from the clean latents by the pipeline that is trained, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ def resampled(sound: Tensor, rate: int, wanted: int) -> Tensor:
 
 
 @built_in("clap")
-@dataclass(frozen=True)
 class Clap(LocalModel):
     """CLAP: cosine of a clip's sound and its prompt, for pipelines that make both, such as LTX-2.
 

@@ -5,7 +5,6 @@ human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -67,7 +66,6 @@ class PretrainedClip(OpenClip):
 
 
 @built_in("clip_score", "alignment prompt following clip similarity")
-@dataclass(frozen=True)
 class ClipScore(PretrainedClip):
     """CLIPScore: 2.5 max(cos, 0) of an image's and its prompt's embedding, by the paper's model and prefix (section 3
     of 2104.08718). `clip_cosine` is the plain cosine by a larger model.
@@ -98,7 +96,6 @@ class ClipScore(PretrainedClip):
 
 
 @built_in("clip_cosine", "alignment prompt following clip similarity")
-@dataclass(frozen=True)
 class ClipCosine(ClipScore):
     """Cosine of an image's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
 
@@ -140,7 +137,6 @@ def preprocessing_of(model: Any, reward: str) -> Preparation:
 
 
 @built_in("subject_score", "style likeness person face character dreambooth example reference similar")
-@dataclass(frozen=True)
 class SubjectScore(PretrainedClip):
     """CLIP-I: cosine of the embeddings of an image and of the subject's image that its prompt brings.
 
@@ -178,7 +174,6 @@ class SubjectScore(PretrainedClip):
 
 
 @built_in("aesthetic", "beauty beautiful pretty nice look style")
-@dataclass(frozen=True)
 class Aesthetic(ImageModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
 
@@ -245,7 +240,6 @@ def perceptron(width: int) -> Head:
 
 
 @built_in("pickscore", "human preference aesthetic beauty beautiful general quality")
-@dataclass(frozen=True)
 class PickScore(ImageModel):
     """PickScore: the model's logit scale (100) times the cosine of image and prompt, around 15 to 25.
 
@@ -288,7 +282,6 @@ class PickScore(ImageModel):
 
 
 @built_in("hpsv2.1", "human preference aesthetic beauty beautiful general quality")
-@dataclass(frozen=True)
 class HpsV2(OpenClip):
     """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
 
@@ -325,7 +318,6 @@ class HpsV2(OpenClip):
 
 
 @built_in("hpsv2.0", "human preference aesthetic beauty")
-@dataclass(frozen=True)
 class HpsV20(HpsV2):
     """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
 

@@ -103,8 +103,7 @@ def _rule(label: str, part: Any) -> WatchRule:
                         f"{first['msg'].lower()}") from None
 
 
-@built_in("gated", "combine several condition only if")
-@dataclass(frozen=True, eq=False)
+@built_in("gated", "combine several condition only if", eq=False)
 class Gated(Combined):
     """Last of several rewards if the others reach their thresholds, else 0."""
 
@@ -125,8 +124,7 @@ class Gated(Combined):
         return scores[:, -1] * self._open(scores).all(1)
 
 
-@built_in("tiered", "combine several weighted")
-@dataclass(frozen=True, eq=False)
+@built_in("tiered", "combine several weighted", eq=False)
 class Tiered(Gated):
     """Weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it.
 
@@ -147,8 +145,7 @@ class Tiered(Gated):
         return where_any(scores, (weighted * reached).nansum(1))
 
 
-@built_in("harmonic", "likeness person dreambooth")
-@dataclass(frozen=True, eq=False)
+@built_in("harmonic", "likeness person dreambooth", eq=False)
 class Harmonic(Combined):
     """Weighted harmonic mean of the similarities to a subject's image and to the prompt (RPO), in this order.
     share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2.

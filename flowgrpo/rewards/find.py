@@ -35,8 +35,7 @@ REMOVED = {name: "it asked any model a question of ours: choose videoalign, Vide
 REMOTE = "flowgrpo.serving.client:Remote"  # of http://host:port/NAME
 ADAPTERS = {kind.lower(): f"flowgrpo.contrib.metrics:{kind}" for kind in ("Imscore", "Pyiqa", "Torchmetrics")}
 _told: set[str] = set()  # aliases whose new names were printed
-_registered: dict[str, Any] = {}
-_files: dict[str, str] = {}  # those of Python in which rewards were registered
+_registered: dict[str, tuple[Any, str]] = {}  # by name, with the file of Python in which it was registered
 
 
 def reward(name: str) -> Callable[[T], T]:
@@ -46,8 +45,7 @@ def reward(name: str) -> Callable[[T], T]:
     file = sys._getframe(1).f_globals.get("__file__") or ""
 
     def register(thing: T) -> T:
-        _registered[name] = thing
-        _files[name] = str(Path(file).resolve()) if file.endswith(".py") else ""
+        _registered[name] = thing, str(Path(file).resolve()) if file.endswith(".py") else ""
         return thing
 
     return register
@@ -55,7 +53,8 @@ def reward(name: str) -> Callable[[T], T]:
 
 def place(name: str) -> str | None:
     """FILE.py:NAME of a registered reward, by which other commands load it; None without a file."""
-    return f"{_files[name]}:{name}" if _files.get(name) else None
+    file = _registered[name][1] if name in _registered else ""
+    return f"{file}:{name}" if file else None
 
 
 def code_hashes(functions: Mapping[str, Any]) -> dict[str, str]:
@@ -105,7 +104,7 @@ def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
 def locate(name: str) -> Any:
     """Object behind a name, with a class not yet instantiated: `find` without loading a model."""
     if name in _registered:
-        return _registered[name]
+        return _registered[name][0]
     name = present(name)
     if name in BUILT_IN:
         return call_user_code(f"reward {name!r} does not import", packages.load, BUILT_IN[name])
@@ -113,8 +112,8 @@ def locate(name: str) -> Any:
         exchange.addresses(name)
         return functools.partial(packages.load(REMOTE), name)
     if ".py" in name:
-        return from_file(name, "reward", lambda path: {registered: _registered[registered]
-                                                       for registered, file in _files.items() if file == str(path)})
+        return from_file(name, "reward", lambda path: {registered: thing for registered, (thing, file)
+                                                       in _registered.items() if file == str(path)})
     package, _, metric = name.partition(":")
     if metric and package in ADAPTERS:
         adapter = call_user_code(f"reward {name!r} does not import", packages.load, ADAPTERS[package])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,6 @@ def distances(features: Tensor) -> Tensor:
 
 
 @built_in("diversity", "variety varied collapse alike different")
-@dataclass(frozen=True)
 class Diversity:
     """Diversity: mean feature distance of a sample to the others of its group.
 
@@ -113,7 +111,6 @@ class Diversity:
 
 
 @built_in("base_similarity", "likeness similar drift preserve")
-@dataclass(frozen=True)
 class BaseSimilarity:
     """Similarity to the base model's image of the prompt: 1 minus the distance of features, 1 for equal features.
 
@@ -163,7 +160,6 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
 
 
 @built_in("grid_artefacts", "artifact pattern vae checkerboard")
-@dataclass(frozen=True)
 class GridArtefacts:
     """Minus the share of an image's edges that repeat with the latent grid: 0 none, -1 all.
 
@@ -205,7 +201,6 @@ def periodic(profile: Tensor, period: int) -> Tensor:
 
 
 @built_in("over_saturation", "saturated color colour garish burnt contrast")
-@dataclass(frozen=True)
 class OverSaturation:
     """Minus the excess of an image's colourfulness, 0 to -1.
 
@@ -311,8 +306,7 @@ def ssim(one: Tensor, two: Tensor) -> Tensor:
             / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
 
 
-@built_in("safety", "nsfw nude porn explicit unsafe filter")
-@dataclass(frozen=True, eq=False)
+@built_in("safety", "nsfw nude porn explicit unsafe filter", eq=False)
 class Safety(ImageModel):
     """Probability that an image is safe: 1 minus that of the classes `unsafe`.
 

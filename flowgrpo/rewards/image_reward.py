@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +38,6 @@ NAMES = (  # release's name of a tensor, this network's name; those used only in
 
 
 @built_in("imagereward", "human preference aesthetic general quality")
-@dataclass(frozen=True)
 class ImageReward(ImageModel):
     """ImageReward: the head's value of an image with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
 

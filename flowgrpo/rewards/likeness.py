@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ SCALED, CROPPED = 256, 224  # pixels: the shortest side, and the square of its c
 
 
 @built_in("likeness", "style subject person face character dreambooth example reference similar")
-@dataclass(frozen=True)
 class Likeness(ImageModel):
     """Likeness to images of your own, a subject or a style: the mean cosine of DINOv2's embeddings (2304.07193) to the
     images of a folder. The measure is DINO-I of DreamBooth (2208.12242), which had the first DINO.

@@ -13,7 +13,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -135,7 +134,6 @@ SCORES = {"edit": edit, "exact": exact, "partial": partial}
 
 
 @built_in("ocr", "spelling letters words typography sign writing render")
-@dataclass(frozen=True)
 class Ocr:
     """Share of the wanted text that an image shows, read by PP-OCRv6; None if the prompt asks for none.
 

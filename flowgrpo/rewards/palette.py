@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ def oklab(images: Tensor) -> Tensor:
 
 
 @built_in("palette", "colour color brand hex tone")
-@dataclass(frozen=True)
 class Palette:
     """Mean closeness of an image's pixels to the nearest of some colours, exp(-(d / tolerance)^2), d in Oklab.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,23 +114,21 @@ def read_tensors(path: str | Path) -> list[Tensor]:
 
     Raises UserError if it is none, and for more than FLOATS pixels in all frames.
     """
-    frames: list[Tensor] = []
-    with open_checked(path, FLOATS) as image:
+    def shown(image: Image) -> Iterator[Image]:
         for page in pages(image) if image.format != "MPO" else [0]:
             image.seek(page)
-            if (len(frames) + 1) * image.width * image.height > FLOATS:
-                raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
-            frames.append(tensor_of(image))
-    return frames
+            yield image
+
+    with open_checked(path, FLOATS) as image:
+        return _tensors_of(path, shown(image))
 
 
-def video_tensors(path: Path) -> list[Tensor]:
-    """Frames of a video, each [3, H, W] in [0, 1]. Raises UserError as `read_tensors` does."""
+def _tensors_of(path: str | Path, images: Iterable[Image]) -> list[Tensor]:
     frames: list[Tensor] = []
-    for frame in frames_of(path):
-        if (len(frames) + 1) * frame.width * frame.height > FLOATS:
+    for image in images:
+        if (len(frames) + 1) * image.width * image.height > FLOATS:
             raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
-        frames.append(tensor_of(frame))
+        frames.append(tensor_of(image))
     if not frames:
         raise UserError(f"{path} holds no frame that can be read")
     return frames
@@ -164,7 +162,7 @@ def read_output(path: Path) -> torch.Tensor | str:
             return text_of(path)
         if path.is_dir():
             return torch.stack(_alike(path, [read_tensor(file) for file in stills(path)]))
-        frames = video_tensors(path) if path.suffix.lower() in VIDEOS else read_tensors(path)
+        frames = _tensors_of(path, frames_of(path)) if path.suffix.lower() in VIDEOS else read_tensors(path)
         return torch.stack(_alike(path, frames)) if len(frames) > 1 else frames[0]
     except RuntimeError as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a video, "

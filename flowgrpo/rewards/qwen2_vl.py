@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,6 @@ def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) ->
 
 
 @built_in("hpsv3", "human preference aesthetic beauty beautiful general quality")
-@dataclass(frozen=True)
 class HpsV3(ImageModel):
     """HPSv3: mean preference for an image given its prompt, around -5 to 15.
 
@@ -179,7 +178,6 @@ def hpsv3_instruction(file: str | None) -> str:
 
 
 @built_in("videoalign", "quality motion human preference")
-@dataclass(frozen=True)
 class VideoReward(LocalModel):
     """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
 

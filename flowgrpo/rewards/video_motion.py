@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,6 @@ def flows(videos: Tensor) -> list[np.ndarray]:
 
 
 @built_in("temporal_consistency", "flicker smooth steady jitter")
-@dataclass(frozen=True)
 class TemporalConsistency:
     """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
 
@@ -72,8 +71,7 @@ def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
     return float(np.abs(warped - one)[inside].mean() / 255) if inside.any() else 1.0
 
 
-@built_in("frames", "video image reward")
-@dataclass(frozen=True, eq=False)
+@built_in("frames", "video image reward", eq=False)
 class Frames(Reward):
     """Mean or minimum score of a clip's frames by a reward of images.
 

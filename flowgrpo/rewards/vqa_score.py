@@ -6,7 +6,7 @@ transformers and needs its own code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ LONGEST = 128  # tokens of a question
 
 
 @built_in("vqascore", "alignment prompt following faithful")
-@dataclass(frozen=True)
 class VqaScore(ImageModel):
     """VQAScore: the probability of the answer "yes" to whether the image shows its prompt.
 

@@ -272,10 +272,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             specs = self.explorations(epoch, size)
             for part in drawer.sample(conditioning.rows(prompts), specs,
                                       lambda prompt, sample: seed(first + prompt, sample), of_states):
-                # Its prompts and groups are counted from the first of this size.
-                taken = tuple(replace(one, prompts=one.prompts + first) for one in part.transitions)
-                groups = range(part.groups.start + first * len(specs), part.groups.stop + first * len(specs))
-                yield replace(part, groups=groups, prompts=part.prompts + first, transitions=taken)
+                yield part.shifted(first * len(specs), first)  # it is counted from the first prompt of this size
             first += len(prompts)
 
     def _preview_seeds(self, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.objectives.surrogates import Origin, Seen
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.edits import Editor
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.policies.pipelines.edits import Editor
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen  # the surrogate's third argument

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from flowgrpo import objectives
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
+from flowgrpo.objectives import surrogates
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -69,7 +69,7 @@ class RecordedSteps:
         """Function of every batch of the part's replay, for the surrogate's third argument."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, (OfNoised, SampleLoss)):
-            return lambda batch, k, rows, new, old: objectives.surrogate_input(surrogate, new, old)
+            return lambda batch, k, rows, new, old: surrogates.surrogate_input(surrogate, new, old)
         if self.rollouts.split_groups is not None:
             return NoisedInputs(self.method.loss, part, reference, self.policy.device,
                                 peers=self.rollouts.split_groups.peers(part, self.policy.device))
@@ -136,7 +136,6 @@ class RewardGradient(RecordedSteps):
             return reward_gradient.score_images(part, images, unwrap(value), self.policy.device, self.micro_batch)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        assert isinstance(part, reward_gradient.RewardGradientRollout)
         return reward_gradient.replay(self.policy, conditioning, part, self.own.backprop, self.micro_batch)
 
 

@@ -3,7 +3,7 @@
 A rollout is the ordinary one up to the single trained step of the plan, where the graph begins; the state there is
 recorded. An ending, `ending(policy, conditioning, x, exploration, step, generators) -> data [b,*D]`, turns it into the
 data to decode. It runs without gradients to sample, and with gradients, under the present weights, to train. Earlier
-steps are outside the graph. The "score" of such a part is its reward, which `objectives.RewardAscent` follows. The
+steps are outside the graph. The "score" of such a part is its reward, which `surrogates.RewardAscent` follows. The
 first-ratio check then tests that replay and rollout see the same reward.
 """
 
@@ -63,23 +63,18 @@ class ResumableStates(Transitions):
     x_next: [n,*D], the data that the rollout made of them.
     old: their rewards.
     generators: a noise generator per state, as it was at `step`.
+    value: what gave their images these rewards; None before they are known.
     """
 
     generators: tuple[torch.Generator, ...] = ()
+    value: Value | None = None
 
     def select(self, keep: torch.Tensor) -> ResumableStates | None:
         left = super().select(keep)
         if left is None or left is self:
             return None if left is None else self
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
-        return ResumableStates(**vars(left), generators=generators)
-
-
-@dataclass(frozen=True)
-class RewardGradientRollout(Part):
-    """Part whose score is the reward that `value` gives its images."""
-
-    value: Value | None = None
+        return ResumableStates(**vars(left), generators=generators, value=self.value)
 
 
 def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
@@ -107,26 +102,25 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
 
 
-def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.device,
-                 micro_batch: int) -> RewardGradientRollout:
+def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.device, micro_batch: int) -> Part:
     """Part with the rewards of its images [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
         rewards = [value(part.prompts[at], images[at].to(device))
                    for at in torch.arange(len(images)).split(micro_batch)]
     [taken] = part.transitions
-    taken = replace(taken, old=single_score(torch.cat(rewards)))
-    return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
+    assert isinstance(taken, ResumableStates)
+    return replace(part, transitions=(replace(taken, old=single_score(torch.cat(rewards)), value=value),))
 
 
-def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, ending: Ending, micro_batch: int
+def replay(policy: Denoiser[C], conditioning: C, part: Part, ending: Ending, micro_batch: int
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
 
     Rewards have gradients where they are enabled. The interface is that of `growth.replay`.
     """
     [taken] = part.transitions
-    exploration = unwrap(part.exploration)
-    value = unwrap(part.value)
+    assert isinstance(taken, ResumableStates)
+    exploration, value = unwrap(part.exploration), unwrap(taken.value)
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
         encoded = conditioning.rows(taken.prompts[rows])

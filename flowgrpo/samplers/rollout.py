@@ -207,6 +207,12 @@ class Part:
     def with_measured(self, **values: torch.Tensor) -> Part:
         return replace(self, measured=self.measured | values)
 
+    def shifted(self, groups: int, prompts: int) -> Part:
+        """Part whose groups and prompts have so many others before them."""
+        return replace(self, groups=range(self.groups.start + groups, self.groups.stop + groups),
+                       prompts=self.prompts + prompts,
+                       transitions=tuple(replace(taken, prompts=taken.prompts + prompts) for taken in self.transitions))
+
     def leaves(self) -> dict[str, torch.Tensor]:
         """Measures of each leaf by name, float64 [b, ...] on the CPU: `measured`, and of its decisions
 

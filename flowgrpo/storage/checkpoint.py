@@ -187,17 +187,13 @@ class Reader:
     def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or its `rows` with a start and a stop."""
         if len(self.parts[key]) == 1 and rows is None:
-            return self.parts[key][0].get_tensor(key)
-        if rows is None:
-            rows = slice(0, self.shapes[key][0])
+            return self.parts[key][0].get_tensor(key)  # it may have no rows
+        rows = rows or slice(0, self.shapes[key][0])
         pieces, first = [], 0
-        for file in self.parts[key]:
-            part = file.get_slice(key)
-            size = part.get_shape()[0]
-            low, high = max(rows.start - first, 0), min(rows.stop - first, size)
-            pieces += [part[low:high]] if low < high else []
-            first += size
-        return torch.cat(pieces) if pieces else self.parts[key][0].get_tensor(key).new_empty(0, *self.shapes[key][1:])
+        for part in (file.get_slice(key) for file in self.parts[key]):
+            pieces.append(part[max(rows.start - first, 0):max(rows.stop - first, 0)])
+            first += part.get_shape()[0]
+        return torch.cat(pieces)
 
 
 def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, verify: bool = True
@@ -290,13 +286,13 @@ def newest_whole(folder: Path, log: Callable[[str], None], required: Mapping[str
             shutil.rmtree(replaced)
         else:
             atomic.rename(replaced, target)
-    for name in foreign(folder):
-        log(f"ignored {folder / name}: it is no checkpoint, expected a name such as epoch-00042")
+    for line in foreign(folder):
+        log(line)
     for path in reversed(list(checkpoints(folder).values())):
         wrong = damage(path, required)
         if wrong is None:
-            if line := manifest_note(path):
-                log(line)
+            if note := manifest_note(path):
+                log(note)
             return path
         aside = set_aside(path)
         earlier = latest(folder)

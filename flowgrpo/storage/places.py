@@ -37,17 +37,17 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def foreign(folder: Path) -> list[str]:
-    """The names in a folder of checkpoints that look like one and are none, such as epoch-copy.
+    """A line for each name in a folder of checkpoints that looks like one and is none, such as epoch-copy.
     Damaged checkpoints that a run has set aside are left out."""
-    return sorted(path.name for path in folder.glob("epoch-*")
-                  if not NAMED.fullmatch(path.name) and ".damaged" not in path.name)
+    return [f"ignored {path}: it is no checkpoint, expected a name such as epoch-00042"
+            for path in sorted(folder.glob("epoch-*"))
+            if not NAMED.fullmatch(path.name) and ".damaged" not in path.name]
 
 
 def list_checkpoints(run: Path) -> dict[int, Path]:
     """List a run's checkpoints by epoch, and other folders beside them in a line on stderr."""
-    for name in foreign(run / "checkpoints"):
-        print(f"ignored {run / 'checkpoints' / name}: it is no checkpoint, expected a name such as epoch-00042",
-              file=sys.stderr)
+    for line in foreign(run / "checkpoints"):
+        print(line, file=sys.stderr)
     return checkpoints(run / "checkpoints")
 
 

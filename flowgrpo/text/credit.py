@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
 
 
-@part("shaping", target="texts", reads_answers=True)
+@part("shaping", target="texts", reads_answers=True,
+      merges=lambda shaping: shaping.shaping is not None and shaping.shaping.merges)
 class ExpertReward(Shaping):
     """Rewards of a group that holds the prompt's own answer (ViSurf, 2510.10606).
 
@@ -43,10 +44,6 @@ class ExpertReward(Shaping):
             if name not in config.rewards:
                 raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected names "
                                 f"among {', '.join(config.rewards)}")
-
-    @property
-    def merges(self) -> bool:  # type: ignore[override]
-        return self.shaping is not None and self.shaping.merges
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         known = unwrap(context)

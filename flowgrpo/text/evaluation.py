@@ -12,9 +12,10 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import draw, images, run_rewards
+from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.measured import measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
-from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Plan
+from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.samplers import Texts
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
@@ -57,12 +58,9 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
     Raises UserError for a model or weights that do not load."""
     one = images.one_file(output, len(prompts) * count, images.FILES["image"])
     images.require_disk(output, len(prompts) * count)
-    config, arm = config_of(lora), BASE if lora is None else TUNED
-    best = choice.make(best_of, by, config)
-    call = sampling_settings(config, count, temperature, generates="image", guidance=guidance, model=model)
-    plan = Plan(model, lora, {arm: float(lora is not None)}, None, config, call, count, seed, draw.DRAWINGS,
-                precision, best)
-    hand = draw.Drawer(plan, loading.place())
+    plan = make_plan(model, lora, samples=count, guidance=guidance, seed=seed, temperature=temperature,
+                     precision=precision, best_of=best_of, by=by, generates="image")
+    hand, [arm] = draw.Drawer(plan, loading.place()), plan.arms
     folder, names = (output.parent, iter([output.name])) if one else (output, images.names_of(prompts, count))
     return [*images.draw_files(hand, arm, [Prompt(text) for text in prompts], count, folder, names, "image")]
 

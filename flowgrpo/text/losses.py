@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu, softplus
 
-from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
-from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.objectives.surrogates import Clip, DivergenceMask, Reinforce, Surrogate
 from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, unwrap
 
 ROUNDING = 1e-5  # of a text's log-probability: its replay in a batch of another size differs by less
 
 
+@part(low=lambda loss: loss.surrogate.low, high=lambda loss: loss.surrogate.high)
 class WrappedLoss(Surrogate):
     """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one.
 
@@ -33,14 +33,6 @@ class WrappedLoss(Surrogate):
         if isinstance(taken, (GroupLoss, DivergenceMask)) or not callable(taken) or taken.reads_guided:
             raise ValueError(f"{type(self).__name__}: surrogate is {self.surrogate!r}, expected one of single tokens, "
                              "such as Clip")
-
-    @property
-    def low(self) -> float:  # type: ignore[override]
-        return self.surrogate.low
-
-    @property
-    def high(self) -> float:  # type: ignore[override]
-        return self.surrogate.high
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
@@ -71,7 +63,7 @@ class EntropyBonus(WrappedLoss, GroupLoss):
         return -self.weight * unwrap(old.new.entropy)
 
 
-@part("surrogate", reads_entropy=True, reads_groups=True)
+@part("surrogate", reads_entropy=True, reads_groups=True, reads_advantages=lambda loss: loss.by == "advantage")
 class HighEntropy(WrappedLoss, GroupLoss):
     """Surrogate loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
@@ -87,11 +79,6 @@ class HighEntropy(WrappedLoss, GroupLoss):
     share: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.2
     by: Literal["entropy", "advantage"] = "entropy"
     last: Annotated[float | None, Above(0, to=1, words="above 0 and at most 1")] = None
-
-    @property
-    def reads_advantages(self) -> bool:  # type: ignore[override]
-        """True if tokens are ranked by the advantages of their completions too."""
-        return self.by == "advantage"
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         return unwrap(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
@@ -116,7 +103,8 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
 
 @part("surrogate", reads_advantages=True,
-      jointly={"amplify most_entropy": "0 or more, and above 0 (infinity for no limit)"})
+      jointly={"amplify most_entropy": "0 or more, and above 0 (infinity for no limit)"},
+      reads_entropy=lambda loss: loss.most_entropy < math.inf, reads_groups=lambda loss: loss.reads_entropy)
 class ConflictTokens(WrappedLoss, GroupLoss):
     """Surrogate loss whose conflict tokens are not pushed down: they are pulled up `amplify` times as strongly, [B, L]
     (GTPO, 2508.03772, and its code).
@@ -131,14 +119,6 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     surrogate: Surrogate = Reinforce()
     amplify: Annotated[float, AtLeast(0)] = 2.0
     most_entropy: Annotated[float, Above(0)] = math.inf
-
-    @property
-    def reads_entropy(self) -> bool:  # type: ignore[override]
-        return self.most_entropy < math.inf
-
-    @property
-    def reads_groups(self) -> bool:  # type: ignore[override]
-        return self.reads_entropy
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         mask = compared.new.mask
@@ -269,7 +249,8 @@ class RandomPolicyValue(GroupLoss):
         return (self.scale * log_ratio - advantage - ahead).square()
 
 
-@part("surrogate", reads_groups=True, reads_advantages=True, reads_labels=True)
+@part("surrogate", reads_groups=True, reads_advantages=True, reads_labels=True,
+      reads_reference=lambda loss: loss.reference)
 class RewardLabels(SampleLoss):
     """Cross-entropy of a group's labels under the logits z = scale * s, s the mean log-ratio of a sample's decisions,
     [B, N] (REAL, 2602.05630; PACS, 2509.02522).
@@ -290,10 +271,6 @@ class RewardLabels(SampleLoss):
     form: Annotated[str, OneOf(("anchor", "each", "leave_one_out"))] = "anchor"
     scale: Annotated[float, Above(0)] = 1.0
     reference: bool = False
-
-    @property
-    def reads_reference(self) -> bool:  # type: ignore[override]
-        return self.reference
 
     def _ratio(self, batch: CompletionBatch | NoisedBatch) -> Tensor:
         other = unwrap(batch.reference) if self.reference else batch.old

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from typing import ClassVar, Literal
 
-from flowgrpo import objectives
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import OF_TEXT, Credit, Loss
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.parts import GroupDraw
 from flowgrpo.methods.targets import Rollout, Target
+from flowgrpo.objectives import ratios, surrogates
 from flowgrpo.parts import part
 from flowgrpo.samplers import old_policy
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -164,7 +164,7 @@ class RelaxedTraces(Target):
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
                                                   "redraw", "expansion", "value", "progress", "rehearsal",
                                                   "data", "distil", "replay"})
-    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
+    takes: ClassVar[dict[str, type]] = {"surrogate": surrogates.RewardAscent, "log_ratio": ratios.PlainRatio,
                                         "decoding": Unmasking}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],

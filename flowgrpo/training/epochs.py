@@ -38,7 +38,8 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
         while trainer.epoch < train.epochs and not progress.best.should_stop:
             # Train an epoch. Weights that are ruined are not counted, so that no checkpoint has them.
             settled = settle_threads(trainer)
-            metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
+            with throughput.epoch(lambda: progress.sampled) as metrics:
+                metrics |= trainer.run_epoch() | trainer.clock.pop()
             change = metrics["weights/change"] = progress.change(trainer.processes)
             if not math.isfinite(change):
                 state.require_finite(trainer, epoch=trainer.epoch + 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stop
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
@@ -32,8 +33,6 @@ from flowgrpo.training.scoring import Scoring
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from flowgrpo.evaluation.measured import Measured
 
 P = ParamSpec("P")
 
@@ -71,7 +70,8 @@ class Extension:
 
     name: its key in a checkpoint.
     judges: names of the values of `judge`, for `eval.best` and `eval.stop`.
-    needs: what a run must have, of `methods.capabilities`.
+    needs: what a run must have, of `methods.capabilities`; lacks: what a run with it lacks, with the reasons.
+    asked_by: the setting that asks for it, with the setup as {0}, as a refusal begins.
 
     What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
     """
@@ -79,6 +79,8 @@ class Extension:
     name: ClassVar[str] = ""
     judges: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
+    lacks: ClassVar[dict[str, str]] = {}
+    asked_by: ClassVar[str] = ""
     changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
     seconds_left: Callable[[], float | None] | None = None  # of a run that ends by the clock, and not by its epochs
 
@@ -102,7 +104,7 @@ class Extension:
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
         """First words of a refusal: the setting that asks for it. Empty: it stays off where it does not go."""
-        return f"the extension {cls.__name__} is on"
+        return cls.asked_by.format(setup) or f"the extension {cls.__name__} is on"
 
     @classmethod
     def requirements(cls, setup: Setup) -> frozenset[str]:
@@ -112,7 +114,7 @@ class Extension:
     @classmethod
     def missing(cls, setup: Setup) -> dict[str, str]:
         """Which capabilities a run with it lacks, each with the reason, as a refusal of another names it."""
-        return {}
+        return cls.lacks
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
@@ -245,10 +247,12 @@ class Extensions:
     on_stepped = _in_turn(Extension.on_stepped)
     on_trained = _joined(Extension.on_trained)
 
-    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        """The run inside the `whole_run` of each extension that has its own."""
         for extension in self.present:
-            run = partial(extension.whole_run, run)
-        return run()
+            if type(extension).whole_run is not Extension.whole_run:
+                run = partial(extension.whole_run, run)
+        return run
 
     on_base = _in_turn(Extension.on_base)
     judge = _joined(Extension.judge)

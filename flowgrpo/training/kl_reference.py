@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flowgrpo.config.sections import Train
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import at_epoch, is_active
+from flowgrpo.objectives.kl import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup, Teachers
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded, GroupSampler
@@ -35,13 +35,18 @@ class KLReference:
 
     memory: of the method; it holds the last epoch's KL under "kl".
     keep: an epoch has several passes, in which the reference's scores are reused.
+    teacher: the other model that takes the policy's place; empty for none.
+    swaps: its weights take the place of the policy's for a whole part.
     """
+
+    swaps: ClassVar[bool] = True
 
     def __init__(self, train: Train, method: Method, policy: Policy, memory: dict[str, Any]):
         self.method = method
         self.policy = policy
         self.memory = memory
         self.keep = train.inner_epochs > 1
+        self.teacher: str = getattr(method.loss.reference, "model", "")
         self.rollouts: GroupSampler[Any]
         self.conditioning: Any = None
         self.kl = self.method.loss.kl
@@ -83,7 +88,7 @@ class KLReference:
         """Score all parts of an epoch at once if the reference's weights are large, which take long to put in place, or
         sharded, where all processes have the reference in place until the last one is done with it."""
         weights = self.policy.weights
-        if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
+        if self.is_read and (weights.large or weights.sharded) and self.swaps and not self.teacher:
             with self.policy.reference(self.snapshots), processes.collective():
                 self.cached = {}
                 for part in processes.in_step(parts, self.calls_of):
@@ -119,14 +124,6 @@ class KLReference:
         with self._in_place():
             return rescore(part, replay(part)).leaves()["logp"]
 
-    @property
-    def _teacher(self) -> str:
-        return getattr(self.method.loss.reference, "model", "")
-
-    @property
-    def _present(self) -> bool:
-        return isinstance(self.method.loss.reference, SelfTeacher)
-
     def penalty(self, new: Scored, reference: Scored, rewards: torch.Tensor) -> torch.Tensor:
         """The KL [b,N] of scored decisions, 0 for samples of a reward that the reference leaves out.
         rewards: [b], the total rewards."""
@@ -135,9 +132,7 @@ class KLReference:
         return penalty if below is None else penalty * (rewards < below)[:, None].to(penalty)
 
     def _in_place(self) -> AbstractContextManager[None]:
-        if self._present:
-            return torch.no_grad()
-        return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.snapshots)
+        return cast(Any, self.policy).teacher(self.teacher) if self.teacher else self.policy.reference(self.snapshots)
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
         """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.
@@ -176,6 +171,8 @@ class TeachersReference(KLReference):
     snapshots: of the teachers, in their order. of: int64 [P], the teacher of each of this process's groups.
     """
 
+    swaps = False  # a part is scored when it is trained
+
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
         super().start_epoch(drawn, rollouts, epoch, epochs)
         place = cast(Teachers, self.method.loss.reference).place
@@ -186,9 +183,6 @@ class TeachersReference(KLReference):
             return []
         models = cast(Teachers, self.method.loss.reference).models
         return held or [self.policy.weights.soup([path], ()) for _, path in models]
-
-    def score_all(self, parts: list[Part], processes: Processes) -> None:
-        """Do nothing: a part is scored when it is trained."""
 
     def _score(self, part: Part) -> list[Scored]:
         """The scores of a part's transitions by the teachers of their prompts."""
@@ -220,9 +214,11 @@ class SelfTeacherReference(KLReference):
     prompts: of this process's groups, as they are learned.
     """
 
+    swaps = False
+
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
         super().start_epoch(drawn, rollouts, epoch, epochs)
-        self.teacher = cast(SelfTeacher, self.method.loss.reference)
+        self.writer = cast(SelfTeacher, self.method.loss.reference)
         self.prompts: list[Prompt] = [prompt.learned for prompt in drawn.own]
         self.epoch, self.richer = epoch, cast("Encoded | None", None)
 
@@ -230,10 +226,13 @@ class SelfTeacherReference(KLReference):
         self.richer = None
         return super().end(epoch, measured)
 
+    def _in_place(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
     def of_images(self) -> Encoded:
         """The encoded richer prompts, made at their first use."""
         if self.richer is None:
-            texts = self.teacher.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
+            texts = self.writer.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
                                          [0.0] * len(self.prompts), [answer_of(p) for p in self.prompts])
             richer: Any = self.rollouts.conditioning(
                 [replace(p.unguided, text=text) for p, text in zip(self.prompts, texts)], self.epoch)
@@ -260,7 +259,7 @@ class SelfTeacherReference(KLReference):
                                                                            [prompt.shown for prompt in prompts])]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()
-            texts = self.teacher.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
+            texts = self.writer.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
                                          [rewards[row] for row in rows], [answer_of(prompts[row]) for row in rows])
             for row, text in zip(rows, texts):
                 prompts[row] = replace(prompts[row].unguided, text=text)

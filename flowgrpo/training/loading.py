@@ -14,12 +14,13 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import bf16_speed
 from flowgrpo.errors import UserError
+from flowgrpo.log import bar
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
 from flowgrpo.methods.validate import describe_substitutes
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import few_steps, padding
+from flowgrpo.policies.pipelines import encoded_prompts, few_steps, padding
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.low_precision import notice
@@ -72,9 +73,6 @@ def load(setup: Setup) -> Any:
 def _encode_ahead(setup: Setup) -> None:
     """Encode all prompts of a run into its cache by text encoders alone, which are then released.
     They are on the run's device, or on the CPU where they do not fit. Raises UserError for several processes."""
-    from flowgrpo.log import bar
-    from flowgrpo.policies.pipelines import encoded_prompts
-
     config = setup.config
     if setup.all_processes > 1:
         raise UserError(f"memory.encoders is ahead, and {setup.all_processes} processes have prompts that are not in "

@@ -27,6 +27,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report, snapshots, symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
+from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.methods.setup import Setup
 from flowgrpo.notebook import Cell, in_notebook
 from flowgrpo.packages import present
@@ -37,8 +38,6 @@ from flowgrpo.storage.json_files import finite, read_lines, read_object
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from PIL import Image
-
-    from flowgrpo.evaluation.trainer import Trainer
 
     # Captions, and images, clips or texts.
     Samples: TypeAlias = list[tuple[str, Image.Image | snapshots.Video | str]]

@@ -63,18 +63,15 @@ def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["aut
     """
     if asked != AUTO:
         return bool(asked)
-    there = of_first(accelerator, lambda: _whole(config.folder))
+    # A checkpoint above READ_TWICE counts unread: `last_whole` reads it.
+    there = of_first(accelerator, lambda: any(
+        sum(file.stat().st_size for file in path.iterdir()) > READ_TWICE or
+        checkpoint.damage(path, state.REQUIRED) is None
+        for path in reversed(checkpoints(config.folder / "checkpoints").values())))
     if accelerator.is_main_process and not there:
         what = "whole checkpoint" if holds_run(config.folder) else "checkpoint"
         print(f"--resume=auto: no {what} in {config.folder / 'checkpoints'}, so the run begins", flush=True)
     return there
-
-
-def _whole(folder: Path) -> bool:
-    """True if a run has a whole checkpoint. One above READ_TWICE counts unread: `last_whole` reads it."""
-    return any(sum(file.stat().st_size for file in path.iterdir()) > READ_TWICE or
-               checkpoint.damage(path, state.REQUIRED) is None
-               for path in reversed(checkpoints(folder / "checkpoints").values()))
 
 
 def last_whole(config: Config, accelerator: Accelerator) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -87,14 +87,16 @@ class Throughput:
         counted = config.memory.weights == "full" and not any(module._compiled_call_impl for module in modules)
         self.meter = FlopMeter(modules, 1 if config.adapter.rank else 2) if self.peak and modules and counted else None
 
-    def epoch(self, run: Callable[[], dict[str, Any]], sampled: Callable[[], int]) -> dict[str, Any]:
-        """Run an epoch, to the end of its work on the device; return its metrics, with those of all processes' speed.
-        sampled: the samples so far, of all processes. Peaks of memory are in bytes, of the process that has most: a
-        GPU's of the epoch, the host's since the start."""
+    @contextmanager
+    def epoch(self, sampled: Callable[[], int]) -> Iterator[dict[str, Any]]:
+        """Context manager around an epoch, to the end of its work on the device: the epoch's metrics, which get those
+        of all processes' speed at its end. sampled: the samples so far, of all processes. Peaks of memory are in bytes,
+        of the process that has most: a GPU's of the epoch, the host's since the start."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start, before = perf_counter(), (sampled(), self.policy.evaluations, self._flops())
-        metrics = run()
+        metrics: dict[str, Any] = {}
+        yield metrics
         seconds = perf_counter() - start
         evaluations, flops = self.processes.total([self.policy.evaluations - before[1], self._flops() - before[2]])
         if self.device.type == "cuda":
@@ -112,7 +114,6 @@ class Throughput:
                     "evaluations_per_second": evaluations / seconds, **dict(zip(memory, largest.tolist()))}
         if self.meter and self.peak:
             metrics["mfu"] = flops / (seconds * self.peak * self.processes.count)
-        return metrics
 
     def _flops(self) -> int:
         return int(self.meter.total) if self.meter else 0

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights
 
 from flowgrpo.data.suites import SHIPPED
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.geneval.detectors import OBJECTS
+from flowgrpo.rewards.geneval.detectors import canonical_label
 from flowgrpo.rewards.geneval.rules import RELATIONS
 
 FILE = Path(SHIPPED["geneval_coco"])
+OBJECTS = tuple(canonical_label(name) for name in FasterRCNN_ResNet50_FPN_V2_Weights.DEFAULT.meta["categories"]
+                if name not in ("__background__", "N/A"))  # COCO's, by GenEval's names
 SEED, EACH = 0, 100  # prompts of a task that pairs objects
 PAIRS = ("skis", "scissors")  # plural words for one thing
 UNCOUNTED = (*PAIRS, "broccoli", "person")  # no sound plural, or none that a detector would count one by one

@@ -21,6 +21,8 @@ from bench_results import ELSEWHERE, collected, dumped, load, merged
 from build_docs import page_of
 
 from flowgrpo.config import validate
+from flowgrpo.config.recipes import flat
+from flowgrpo.config.schema import sections
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import format_value
 from flowgrpo.methods.presets import PRESETS
@@ -65,7 +67,7 @@ def section(model: Mapping[str, Any]) -> str:
 
 def since(model: Mapping[str, Any]) -> list[str]:
     """Return what the settings of a bench are now that they were not when the results were made, as a note."""
-    usual, now = models.flat(validate({}).model_dump()), models.common_settings(model["model"])
+    usual, now = flat(validate({}).model_dump(), sections()), models.common_settings(model["model"])
     changed = [f"`{key}: {value}`" for key, value in now.items()
                if key not in ELSEWHERE and value != model["settings"].get(key, usual[key])]
     return [f"Made before the bench took {', '.join(changed)} from the recipe."] if changed else []

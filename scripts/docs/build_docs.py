@@ -1,5 +1,5 @@
 """Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets,
-docs/reference/parts.md and flowgrpo/methods/part_names.py from parts, flowgrpo/config/options.py from sections,
+docs/reference/parts.md and flowgrpo/methods/names.json from parts, flowgrpo/config/options.py from sections,
 flowgrpo/rewards/built_in.json and the table of docs/reward_catalogue.md from the built-in rewards,
 docs/reference/cli.md from the commands.
 
@@ -213,16 +213,7 @@ PLACES = {"target": "what the loss scores",
           "progress": "credit of every step, by the reward of its clean prediction",
           "value": "a value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits final latents"}
-PART_NAMES = ROOT / "flowgrpo" / "methods" / "part_names.py"
-PART_NAMES_HEAD = '''"""Parts by their place and module; presets of language models by their module.
-
-`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part` and the public functions.
-"""
-
-from __future__ import annotations
-
-MODULES: dict[str, dict[str, str]] = {
-'''
+PART_NAMES = ROOT / "flowgrpo" / "methods" / "names.json"
 CLAUSE = re.compile(r"(?<!eq)\.(?: |$)|: |; | \((?=[A-Za-z][\w-]*[ ,']|[A-Z]|\d{4}\.)|, \[")
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -267,7 +258,8 @@ def listing(key: str, about: str) -> str:
 
 
 def part_names() -> str:
-    """Text of flowgrpo/methods/part_names.py: the classes with the decorator `part`, those of the core first."""
+    """Text of flowgrpo/methods/names.json: the classes with the decorator `part` by place and module, those of the core
+    first, and the presets of language models by module."""
     found: dict[str, dict[str, list[str]]] = {place: {} for place in PLACES}
     package, rooms = ROOT / "flowgrpo", ("contrib", "text")
     files = {".".join(file.relative_to(package).with_suffix("").parts): file for file in sorted(package.rglob("*.py"))}
@@ -276,13 +268,10 @@ def part_names() -> str:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "part" and call.args:
                     found[ast.literal_eval(call.args[0])].setdefault(module, []).append(node.name)
-    places = [f'    "{place}": {{\n' + ",\n".join(quoted(module, names) for module, names in modules.items()) + "}"
-              for place, modules in found.items()]
     presets = {module: [node.name for node in ast.parse(file.read_text(encoding="utf-8")).body
                         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
                for module, file in files.items() if module.startswith("text.presets.")}
-    rows = [re.sub("^    ", "", quoted(module, names), flags=re.M) for module, names in presets.items()]
-    return PART_NAMES_HEAD + ",\n".join(places) + "}\nPRESETS: dict[str, str] = {\n" + ",\n".join(rows) + "}\n"
+    return json.dumps({"parts": found, "presets": presets}, indent=1) + "\n"
 
 
 REWARD_FACTS = ROOT / "flowgrpo" / "rewards" / "built_in.json"
@@ -306,13 +295,6 @@ def reward_facts() -> str:
     facts = {name: {"place": found[name]} | vars(about) | {"does": does, "found_by": reward.found_by}
              for name in sorted(found) for reward in [load(found[name])] for about, does in [described(reward)]}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
-
-
-def quoted(module: str, names: list[str]) -> str:
-    """Row of the names of a module, in lines of 120 characters."""
-    head = f'        "{module}": "'
-    *lines, last = textwrap.wrap(head + " ".join(names), 117, subsequent_indent=" " * (len(head) - 1) + '"')
-    return "\n".join([*(f'{line} "' for line in lines), f'{last}"'])
 
 
 def common(parts: list[Any]) -> dict[str, str]:

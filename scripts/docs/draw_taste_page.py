@@ -34,7 +34,7 @@ def main(file: Path) -> None:
         check = [Question(2, number, prompt.text, pictures[:2], check=True) for number in range(36)]
         live.ask(check)
         for number, question in enumerate(check):
-            live.vote(question.name, [0, 1], "tie" if number < 6 else int((live.file(question.name, 0) == pictures[0])
+            live.vote(question.name, [0, 1], "tie" if number < 6 else int((live.files(question.name)[0] == pictures[0])
                                                                           == (number > 16)))
         live.ask([Question(3, number, prompt.text, pictures) for number in range(20)])
         for number in range(7):

@@ -14,11 +14,11 @@ distilled_rl  consistency distillation first, then the reward trains the text en
 one           the recipe: all in one run
 
 Every 4-step arm samples with fresh noise (FlowMatchLCMScheduler at sigma 1, .75, .5 and .25). Each row has the strict
-accuracy on 180 held-out prompts, two images each, edge width and diversity as shares of the 20-step starter's, and KID
-to its images (features: 16 x 16 miniatures; times 1000). Diversity is also a share of the arm's own teacher's in 20
-steps: of `one` the starter with the text encoders that the run trained, of `rl_distilled` the tuned model, else the
-starter. Evaluations and the processor's seconds are of all runs of the arm. Finished runs and
-measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
+accuracy on 180 held-out prompts, eight images each (two leave .02 of doubt in diversity), edge width and diversity as
+shares of the 20-step starter's, and KID to its images (features: 16 x 16 miniatures; times 1000). Diversity is also a
+share of the arm's own teacher's in 20 steps: of `one` the starter with the text encoders that the run trained, of
+`rl_distilled` the tuned model, else the starter. Evaluations and the processor's seconds are of all runs of the arm.
+Finished runs and measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ARMS: dict[str, list[tuple[str, Path, list[str], str]]] = {
     "distilled_rl": [("distilled", RECIPE, ALONE, ""),
                      ("distilled_rl", RECIPE, ENCODERS, "load.lora")],
     "one": [("one", RECIPE, [], "")]}
-PROMPTS, SAMPLES = 180, 2
+PROMPTS, SAMPLES = 180, 8
 
 
 def train(folder: Path, recipe: Path, options: list[str], seed: int) -> None:

@@ -28,25 +28,30 @@ NAN = math.nan
 SCALES = ["group", "batch", "none"]
 
 
-def test_group_scale_by_hand():
+def test_the_scales_by_hand():
     # Deviations with ddof 1: 1 and 2. eps is 1e-8.
     one, two = 1 / (1 + 1e-8), 2 / (2 + 1e-8)
     close(group_relative(f64([[1, 2, 3], [4, 0, 2]])), [[-one, 0, one], [two, -two, 0]], 1e-12)
-
-
-def test_batch_scale_by_hand():
+    close(group_relative(f64([[0.28, 0.2801, 0.2802]])), [[-1, 0, 1]], 1e-3)  # a small spread is scaled like any other
     # Mean of all 4, squares 9 + 1 + 0 + 16 + 4 + 4 over 6: ddof 0. Groups have means 2.666.. and 5.333...
     scale = math.sqrt(34 / 6) + 1e-4
-    rewards = f64([[1, 3, 4], [8, 6, 2]])
-    expected = [[-5 / 3, 1 / 3, 4 / 3], [8 / 3, 2 / 3, -10 / 3]]
+    rewards, expected = f64([[1, 3, 4], [8, 6, 2]]), [[-5 / 3, 1 / 3, 4 / 3], [8 / 3, 2 / 3, -10 / 3]]
     close(group_relative(rewards, "batch"), [[a / scale for a in row] for row in expected], 1e-12)
     close(group_relative(rewards, "none"), expected, 1e-12)
+    # Means of the others: 4, 3.5, 1.5. A missing reward is nobody's other.
+    close(group_relative(f64([[1, 2, 6]]), "leave_one_out"), [[-3, -1.5, 4.5]])
+    close(group_relative(f64([[1, NAN, 2, 6]]), "leave_one_out"), [[-3, 0, -1.5, 4.5]])
+    for dtype in (torch.bfloat16, torch.int64):
+        advantages = group_relative(torch.tensor([[1, 2, 3]], dtype=dtype))
+        assert advantages.dtype == torch.float32 and advantages.tolist() == [[-1, 0, 1]]
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [*SCALES, "leave_one_out"])
 def test_groups_without_variance_give_exact_zeros(scale):
     advantages = group_relative(f64([[0.7, 0.7, 0.7], [0, 0, 0], [1, 2, 3]]), scale)
     assert (advantages[:2] == 0).all() and (advantages[2] != 0).tolist() == [True, False, True]
+    for rewards in ([[3], [5]], [[NAN, NAN], [NAN, NAN]], [[NAN, 4, NAN]]):
+        assert (group_relative(f64(rewards), scale) == 0).all()
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -59,20 +64,13 @@ def test_rounding_is_not_variance(scale):
 
 
 def test_the_threshold_is_a_millionth_of_the_largest_reward():
+    groups = f64([[1, 1, 1], [1, 1, 2], [NAN, 5, NAN], [NAN, NAN, NAN], [NAN, 5, 6], [0, 0, 0]])
+    assert zero_variance(groups).tolist() == [True, False, True, True, False, True]
     # The deviation of (r, r + d) is d / sqrt(2).
     for reward in (1.0, -20.0, 1e-5):
         below, above = (abs(reward) * 1e-6 * math.sqrt(2) * k for k in (0.99, 1.01))
         groups = f64([[reward, reward - math.copysign(below, reward)], [reward, reward - math.copysign(above, reward)]])
         assert zero_variance(groups).tolist() == [True, False]
-
-
-def test_a_small_spread_is_scaled_like_any_other():
-    close(group_relative(f64([[0.28, 0.2801, 0.2802]])), [[-1, 0, 1]], 1e-3)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_groups_of_one_give_zeros(scale):
-    assert (group_relative(f64([[3], [5]]), scale) == 0).all()
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -86,29 +84,12 @@ def test_advantages_sum_to_zero_and_ignore_the_offset_of_a_group(scale):
 
 
 def test_missing_rewards_are_left_out_of_the_statistics():
-    full = group_relative(f64([[1, 2, 3], [4, 0, 2]]))
-    gaps = group_relative(f64([[1, NAN, 2, 3], [4, 0, 2, NAN]]))
+    full, gaps = (group_relative(f64(rows)) for rows in ([[1, 2, 3], [4, 0, 2]], [[1, NAN, 2, 3], [4, 0, 2, NAN]]))
     assert torch.equal(gaps[0, [0, 2, 3]], full[0]) and torch.equal(gaps[1, :3], full[1])
     assert gaps[0, 1] == 0 and gaps[1, 3] == 0
     # Batch: of 1, 3 and 8 the mean is 4 and the squares 9 + 1 + 16 over 3; one reward alone has no advantage.
     scale = math.sqrt(26 / 3) + 1e-4
     close(group_relative(f64([[1, 3, NAN], [NAN, NAN, 8]]), "batch"), [[-1 / scale, 1 / scale, 0], [0, 0, 0]], 1e-12)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_rewards_that_apply_nowhere_give_zeros(scale):
-    assert (group_relative(f64([[NAN, NAN], [NAN, NAN]]), scale) == 0).all()
-
-
-def test_zero_variance():
-    groups = f64([[1, 1, 1], [1, 1, 2], [NAN, 5, NAN], [NAN, NAN, NAN], [NAN, 5, 6], [0, 0, 0]])
-    assert zero_variance(groups).tolist() == [True, False, True, True, False, True]
-
-
-def test_rewards_in_half_or_integers_are_computed_in_float32():
-    for dtype in (torch.bfloat16, torch.int64):
-        advantages = group_relative(torch.tensor([[1, 2, 3]], dtype=dtype))
-        assert advantages.dtype == torch.float32 and advantages.tolist() == [[-1, 0, 1]]
 
 
 REWARDS = f64([[[1, 10], [2, 30], [3, 20]]])  # one prompt, three samples, two rewards
@@ -117,12 +98,19 @@ REWARDS = f64([[[1, 10], [2, 30], [3, 20]]])  # one prompt, three samples, two r
 def test_combining_advantages_by_hand():
     # Per reward -1, 0, 1 and -1, 1, 0.
     close(combine(REWARDS, [1, 0.5]), [[-1.5, 0.5, 1]], 1e-7)
-
-
-def test_combining_rewards_by_hand():
     # Sums 6, 17, 13 have mean 12 and deviation sqrt((36 + 25 + 1) / 2).
     std = math.sqrt(31)
     close(combine(REWARDS, f64([1, 0.5]), order="rewards"), [[-6 / std, 5 / std, 1 / std]], 1e-7)
+    # The clamp comes after the sum: two rewards push the same way by 1 each with weight 4: 8 clamped to 5, once.
+    rewards = f64([[[1, 1], [2, 2], [3, 3]]])
+    close(combine(rewards, [4, 4]), [[-5, 0, 5]], 1e-12)
+    close(combine(rewards, [4, 4], clamp=math.inf), [[-8, 0, 8]], 1e-6)
+    close(combine(rewards, [4, 4], "none", "rewards", clamp=3), [[-3, 0, 3]], 1e-12)
+    # Group scale gives -1, 0, 1 and -1, 1, 0 for the first prompt, 1, -1, 0 and zeros for the second; weights 1 and 2.
+    rewards = f64([[[1, 10], [2, 30], [3, 20]], [[9, 5], [3, 5], [6, 5]]])
+    spread = math.sqrt((9 + 4 + 1 + 1 + 1) / 6) + 1e-4
+    expected = [[-3, 2, 1], [1, -1, 0]]
+    close(combine(rewards, [1, 2], order="gdpo"), [[a / spread for a in row] for row in expected], 1e-7)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -132,31 +120,21 @@ def test_one_reward_of_weight_one_is_group_relative(scale, order):
     assert torch.equal(combine(rewards[..., None], [1.0], scale, order), group_relative(rewards, scale))
 
 
-def test_the_clamp_comes_after_the_sum():
-    # Two rewards push the same way by 1 each with weight 4: 8 clamped to 5, once.
-    rewards = f64([[[1, 1], [2, 2], [3, 3]]])
-    close(combine(rewards, [4, 4]), [[-5, 0, 5]], 1e-12)
-    close(combine(rewards, [4, 4], clamp=math.inf), [[-8, 0, 8]], 1e-6)
-    close(combine(rewards, [4, 4], "none", "rewards", clamp=3), [[-3, 0, 3]], 1e-12)
-
-
-def test_a_missing_reward_adds_nothing_to_the_advantage():
-    rewards = f64([[[1, NAN], [2, 30], [3, 10]]])
+def test_a_missing_reward_adds_nothing_or_stands_at_its_groups_mean():
+    rewards, whole_group = f64([[[1, NAN], [2, 30], [3, 10]]]), f64([[[1, NAN], [2, NAN], [3, NAN]]])
     root = 1 / math.sqrt(2)
     close(combine(rewards, [1, 1]), [[-1, root, 1 - root]], 1e-7)
-    whole_group = f64([[[1, NAN], [2, NAN], [3, NAN]]])
     for order in ("advantages", "rewards"):
         close(combine(whole_group, [1, 1], order=order), [[-1, 0, 1]], 1e-7)
-
-
-def test_in_a_sum_of_rewards_a_missing_one_stands_at_its_groups_mean():
-    # The second reward, 30 and 10, stands at 20 for the first sample: sums 21, 32, 13.
-    rewards = f64([[[1, NAN], [2, 30], [3, 10]]])
+    # In a sum the second reward, 30 and 10, stands at 20 for the first sample: sums 21, 32, 13.
     close(combine(rewards, [1, 1], "none", "rewards", clamp=99), [[-1, 10, -9]], 1e-12)
     # A sample to which nothing applies is left out, of the statistics too.
     rewards = f64([[[NAN, NAN], [2, 30], [3, 10]]])
-    root = 1 / math.sqrt(2)
     close(combine(rewards, [1, 1], order="rewards"), [[0, root, -root]], 1e-7)
+    # The missing 30 stands at the mean of 10 and 20; a sample without any reward is NaN.
+    total = weighted_sum(f64([[[1, 10], [2, NAN], [3, 20], [NAN, NAN]]]), [1, 0.5])
+    close(total[:, :3], [[6, 9.5, 13]])
+    assert total[0, 3].isnan()
 
 
 LEAVES = f64([[[1, 10], [3, 20], [5, NAN], [9, 40]], [[0, NAN], [2, NAN], [4, 8], [6, 0]]])  # 2 prompts, 4, 2 rewards
@@ -165,20 +143,13 @@ LEAVES = f64([[[1, 10], [3, 20], [5, NAN], [9, 40]], [[0, NAN], [2, NAN], [4, 8]
 def test_values_of_nodes_by_hand():
     pairs = f64([[[2, 15], [7, 40]], [[1, NAN], [5, 4]]])  # a reward that is missing does not count, or is missing
     torch.testing.assert_close(below(LEAVES, 2), pairs, rtol=0, atol=1e-12, equal_nan=True)
-    roots = f64([[[4.5, 70 / 3]], [[3, 4]]])
-    torch.testing.assert_close(below(LEAVES, 4), roots, rtol=0, atol=1e-12)
+    torch.testing.assert_close(below(LEAVES, 4), f64([[[4.5, 70 / 3]], [[3, 4]]]), rtol=0, atol=1e-12)
     assert below(LEAVES, 1) is LEAVES
-
-
-def test_values_of_nodes_are_the_means_of_their_childrens():
     rewards = torch.randn(3, 12, 2, dtype=F64, generator=torch.Generator().manual_seed(3))
-    for inner, outer in ((2, 2), (3, 2), (2, 3), (1, 4)):
+    for inner, outer in ((2, 2), (3, 2), (2, 3), (1, 4)):  # the means of their children's
         twice = below(below(rewards, inner), outer)
         torch.testing.assert_close(twice, below(rewards, inner * outer), rtol=0, atol=1e-12)
     assert below(rewards, 4).shape == (3, 3, 2)
-
-
-def test_the_advantage_of_a_node_is_among_its_equals():
     # Values 2 and 7 of two nodes with two leaves each: mean 4.5, deviation 5 / sqrt(2).
     root = 1 / math.sqrt(2)
     close(Advantage()(below(LEAVES[:1, :, :1], 2), [1.0]), [[-root, root]], 1e-7)
@@ -192,22 +163,10 @@ def test_a_context_remembers_for_itself():
     assert other.samples.logp is None and not other.groups.prompts
 
 
-# Leave one out
-def test_leave_one_out_by_hand():
-    # Means of the others: 4, 3.5, 1.5. A missing reward is nobody's other.
-    close(group_relative(f64([[1, 2, 6]]), "leave_one_out"), [[-3, -1.5, 4.5]])
-    close(group_relative(f64([[1, NAN, 2, 6]]), "leave_one_out"), [[-3, 0, -1.5, 4.5]])
-
-
 def test_leave_one_out_is_each_reward_less_the_mean_of_the_others():
     rewards = draw(5, 7)
     others = (rewards.sum(dim=1, keepdim=True) - rewards) / 6
     torch.testing.assert_close(group_relative(rewards, "leave_one_out"), rewards - others, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("group", [[3.0], [2, 2, 2], [NAN, 4, NAN]])
-def test_leave_one_out_of_nothing_is_zero(group):
-    assert (group_relative(f64([group]), "leave_one_out") == 0).all()
 
 
 # Running statistics
@@ -260,16 +219,12 @@ def test_a_second_call_in_an_epoch_starts_from_the_same_past():
     assert json.dumps(context.run.memory) == memory
 
 
-def test_equal_rewards_with_another_history_have_an_advantage():
-    context = of_epoch(["a"])
-    running(f64([[0, 0]]), context, least=1)
+def test_equal_rewards_have_the_advantage_of_their_history():
+    running(f64([[0, 0]]), context := of_epoch(["a"]), least=1)
     context = of_epoch(["a"], 1, context.run.memory)
     # 0, 0, 1, 1: mean 1/2, deviation 1/2.
     close(running(f64([[1, 1]]), context, least=1), [[0.5 / (0.5 + 1e-6)] * 2])
-
-
-def test_running_without_variance_or_rewards_is_zero():
-    assert 0.1 + 0.2 != 0.3
+    assert 0.1 + 0.2 != 0.3  # and where that has no variance or no reward either, none
     context = of_epoch(["a", "b"])
     assert (running(f64([[0.1 + 0.2, 0.3], [NAN, NAN]]), context, least=2) == 0).all()
     assert list(context.run.memory["running"]["0"]) == ["a"]
@@ -289,26 +244,14 @@ def test_running_keeps_rewards_apart_unless_they_are_added_first():
     assert context.run.memory["running"] == {"0": {"a": {"epoch": 0, "past": [], "present": [20.0, 21.0, 82.0]}}}
 
 
-def test_running_needs_a_context():
-    with pytest.raises(AssertionError):
-        Advantage(scale="running")(f64([[[1], [2]]]), [1.0])
-    with pytest.raises(AssertionError):
-        running(f64([[1, 2], [3, 4]]), of_epoch(["a"]))
-
-
-def test_the_other_scales_read_no_context():
+def test_running_alone_reads_a_context():
+    for call in (lambda: Advantage(scale="running")(f64([[[1], [2]]]), [1.0]),
+                 lambda: running(f64([[1, 2], [3, 4]]), of_epoch(["a"]))):
+        with pytest.raises(AssertionError):
+            call()
     rewards, context = draw(2, 4, 3), of_epoch(["a", "b"])
     assert torch.equal(Advantage()(rewards, [1, 2, 3], context), Advantage()(rewards, [1, 2, 3]))
     assert context.run.memory == {}
-
-
-# GDPO
-def test_gdpo_by_hand():
-    # Group scale gives -1, 0, 1 and -1, 1, 0 for the first prompt, 1, -1, 0 and zeros for the second; weights 1 and 2.
-    rewards = f64([[[1, 10], [2, 30], [3, 20]], [[9, 5], [3, 5], [6, 5]]])
-    spread = math.sqrt((9 + 4 + 1 + 1 + 1) / 6) + 1e-4
-    expected = [[-3, 2, 1], [1, -1, 0]]
-    close(combine(rewards, [1, 2], order="gdpo"), [[a / spread for a in row] for row in expected], 1e-7)
 
 
 def test_gdpo_has_unit_deviation_and_the_shape_of_summed_advantages():
@@ -318,20 +261,15 @@ def test_gdpo_has_unit_deviation_and_the_shape_of_summed_advantages():
     assert advantages.mean().item() == pytest.approx(0, abs=1e-12)
     assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-4)
     torch.testing.assert_close(advantages, summed / (summed.std(correction=0) + 1e-4), rtol=0, atol=1e-12)
-
-
-def test_gdpo_leaves_out_what_does_not_apply():
-    rewards = f64([[[1], [NAN], [3]], [[4], [4], [4]], [[NAN], [NAN], [NAN]]])
-    # -1/sqrt(2), 1/sqrt(2) and three zeros: the deviation is sqrt(1/5).
+    # What does not apply is left out. -1/sqrt(2), 1/sqrt(2) and three zeros: the deviation is sqrt(1/5).
+    advantages = combine(f64([[[1], [NAN], [3]], [[4], [4], [4]], [[NAN], [NAN], [NAN]]]), [1.0], order="gdpo")
     high = math.sqrt(0.5) / (math.sqrt(0.2) + 1e-4)
-    advantages = combine(rewards, [1.0], order="gdpo")
     close(advantages, [[-high, 0, high], [0, 0, 0], [0, 0, 0]], 1e-7)
     assert (advantages[1:] == 0).all()
 
 
 def test_groups_of_zeros_stay_zeros_where_the_batch_has_a_mean():
-    context = of_epoch(["a"])
-    running(f64([[0, 0, 0, 0]]), context, buffer=8, least=1)
+    running(f64([[0, 0, 0, 0]]), context := of_epoch(["a"]), buffer=8, least=1)
     context = of_epoch(["a", "b"], 1, context.run.memory)
     part = Advantage(scale="running", order="gdpo", buffer=8, least=1)
     advantages = part(f64([[[1], [2], [3], [4]], [[7], [7], [7], [7]]]), [1.0], context)
@@ -347,21 +285,16 @@ def test_whitened_by_hand():
 
 
 # Trim
-def test_trim_silences_both_tails():
-    rewards = f64([[[5], [1], [4], [2], [3]], [[0], [0], [9], [0], [0]]])
-    # A fifth of five is one sample at either end; ties go by position.
-    advantages = combine(rewards, [1.0], scale="none", trim=0.2)
-    close(advantages, [[0, 0, 1, -1, 0], [0, -1.8, 0, -1.8, -1.8]])
-
-
-@pytest.mark.parametrize(("share", "size", "cut"), [
-    (0, 6, 0), (0.16, 6, 0), (0.17, 6, 1), (0.29, 100, 29), (0.49, 7, 3),
-])
-def test_trim_rounds_down(share, size, cut):
+@pytest.mark.parametrize(("share", "size", "cut"), [(0, 6, 0), (0.16, 6, 0), (0.17, 6, 1), (0.29, 100, 29),
+                                                     (0.49, 7, 3)])
+def test_trim_silences_both_tails_and_rounds_down(share, size, cut):
     advantages = torch.arange(1, size + 1, dtype=F64)[None]
     kept = trim_extremes(advantages, share)[0]
     assert (kept[:cut] == 0).all() and (kept[size - cut :] == 0).all()
     assert torch.equal(kept[cut : size - cut], advantages[0, cut : size - cut])
+    # A fifth of five is one sample at either end; ties go by position.
+    rewards = f64([[[5], [1], [4], [2], [3]], [[0], [0], [9], [0], [0]]])
+    close(combine(rewards, [1.0], scale="none", trim=0.2), [[0, 0, 1, -1, 0], [0, -1.8, 0, -1.8, -1.8]])
 
 
 def test_the_part_passes_its_options_on():
@@ -369,13 +302,6 @@ def test_the_part_passes_its_options_on():
     assert torch.equal(Advantage()(rewards, [1, 2]), combine(rewards, [1, 2]))
     part = Advantage(scale="leave_one_out", order="gdpo", clamp=1.2, trim=0.2)
     assert torch.equal(part(rewards, [1, 2]), combine(rewards, [1, 2], "leave_one_out", "gdpo", 1.2, 0.2))
-
-
-def test_weighted_sum_by_hand():
-    # The missing 30 stands at the mean of 10 and 20; a sample without any reward is NaN.
-    total = weighted_sum(f64([[[1, 10], [2, NAN], [3, 20], [NAN, NAN]]]), [1, 0.5])
-    close(total[:, :3], [[6, 9.5, 13]])
-    assert total[0, 3].isnan()
 
 
 @pytest.mark.parametrize("call, told", [

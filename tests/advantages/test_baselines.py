@@ -33,21 +33,15 @@ def test_virtual_best_by_hand():
     assert one[:2].tolist() == pytest.approx([1.87, -0.53], abs=5e-3)
 
 
-def test_virtual_best_leaves_missing_rewards_out():
+def test_virtual_best_of_missing_rewards_weighted_sums_and_too_high_ones():
     part = VirtualBest(best=2.0)
     full, gap = part(f64([[[0], [1], [2]]]), [1.0]), part(f64([[[0], [NAN], [1], [2]], [[NAN]] * 4]), [1.0])
     assert torch.equal(gap[0, [0, 2, 3]], full[0]) and gap[0, 1] == 0 and (gap[1] == 0).all()
     # A single wrong sample is pushed away too: of 0 and 2 it is one deviation below.
     close(part(f64([[[0]]]), [1.0]), [[-1]])
-
-
-def test_virtual_best_compares_the_weighted_sum_and_clamps():
     rewards = f64([[[0, 1], [0, 0], [1, 1]]])
     close(VirtualBest(best=3.0, clamp=9)(rewards, [1, 2]), virtual_best(f64([[2, 0, 3]]), 3.0).tolist())
     assert VirtualBest(best=3.0, clamp=0.5)(rewards, [1, 2]).abs().max() == 0.5
-
-
-def test_a_reward_above_the_best_is_refused():
     with pytest.raises(ValueError, match="VirtualBest: a reward is 1.5, expected at most 1: set best"):
         VirtualBest()(f64([[[0], [1.5], [NAN]]]), [1.0])
     rounded = torch.tensor([[[1.0000001], [0.0]]])
@@ -70,19 +64,20 @@ def test_conditional_by_hand():
     close(conditional(rewards, logp, 1.0), [[-1, 2.5, -2, 0.5]])  # against the other half
     close(conditional(rewards, logp, 0.0), [[0.5, 1, -0.5, -1]])  # against its own
     close(conditional(rewards, logp, 0.25), [[0.125, 1.375, -0.875, -0.625]])
+    # Equal log-probabilities: the first two are the lower half. Of three the middle one goes above.
+    close(conditional(f64([[4, 0, 1, 1]]), f64([[7, 7, 7, 7]]), 1.0), [[3, -1, -1, -1]])
+    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 0.0), [[0, -0.5, 0.5]])
+    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 1.0), [[3.5, -4, -3]])
+    # Missing rewards: lower half 4 and nothing, upper half 0, 2; then a half without any, against the group's mean.
+    close(conditional(f64([[4, NAN, 0, 2]]), f64([[0, 1, 2, 3]]), 1.0), [[3, 0, -4, -2]])
+    close(conditional(f64([[NAN, NAN, 0, 2]]), f64([[0, 1, 2, 3]]), 1.0), [[0, 0, -1, 1]])
+    assert (conditional(f64([[NAN, NAN], [3, 3]]), f64([[0, 1], [0, 1]]), 1.0) == 0).all()
 
 
 def test_even_halves_at_one_half_are_the_rewards_less_their_mean():
     rewards, logp = draw(5, 8), draw(5, 8, seed=1)
     torch.testing.assert_close(conditional(rewards, logp, 0.5), group_relative(rewards, "none"), rtol=0, atol=1e-12)
     assert torch.allclose(conditional(rewards, logp, 0.8), conditional(rewards, -logp, 0.8), rtol=0, atol=1e-12)
-
-
-def test_the_halves_of_ties_and_of_odd_groups():
-    # Equal log-probabilities: the first two are the lower half. Of three the middle one goes above.
-    close(conditional(f64([[4, 0, 1, 1]]), f64([[7, 7, 7, 7]]), 1.0), [[3, -1, -1, -1]])
-    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 0.0), [[0, -0.5, 0.5]])
-    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 1.0), [[3.5, -4, -3]])
 
 
 @pytest.mark.parametrize(("mu", "published"), [
@@ -97,13 +92,6 @@ def test_the_factor_of_the_upper_half_is_that_of_the_released_code(mu, published
     assert (conditional(f64([[1, 1, 1, 1]]), lengths, mu) == 0).all()
 
 
-def test_conditional_leaves_missing_rewards_out():
-    # Lower half 4 and nothing, upper half 0, 2; then a half without any reward, compared with the group's mean.
-    close(conditional(f64([[4, NAN, 0, 2]]), f64([[0, 1, 2, 3]]), 1.0), [[3, 0, -4, -2]])
-    close(conditional(f64([[NAN, NAN, 0, 2]]), f64([[0, 1, 2, 3]]), 1.0), [[0, 0, -1, 1]])
-    assert (conditional(f64([[NAN, NAN], [3, 3]]), f64([[0, 1], [0, 1]]), 1.0) == 0).all()
-
-
 def test_the_conditional_part_reads_log_probabilities():
     rewards, logp = draw(3, 6, 2), draw(3, 6, seed=1)
     total = rewards @ f64([1, 2])
@@ -116,16 +104,15 @@ def test_the_conditional_part_reads_log_probabilities():
     measured = Context(samples=SampleMeasures(-logp, entropy=logp))
     entropic = Conditional(0.3, "entropy", clamp=99)(rewards, [1, 2], measured)
     assert torch.equal(entropic, conditional(total, logp, 0.3))
-    with pytest.raises(ValueError, match="Conditional reads the samples' entropies, and this method has none"):
-        Conditional(metric="entropy")(rewards, [1, 2], Context(samples=SampleMeasures(logp)))
-    with pytest.raises(ValueError, match="Conditional reads the samples' log-probabilities, and this method has none"):
-        Conditional()(rewards, [1, 2], Context())
-    with pytest.raises(ValueError, match=r"of \(3, 6\) samples for rewards of \(3, 2\), expected the same"):
-        Conditional()(rewards[:, :2], [1, 2], Context(samples=SampleMeasures(logp)))
-
-
-def test_a_part_that_reads_more_than_rewards_needs_a_context():
-    with pytest.raises(AssertionError):
+    for part, of, context, told in (
+            (Conditional(metric="entropy"), rewards, Context(samples=SampleMeasures(logp)),
+             "Conditional reads the samples' entropies, and this method has none"),
+            (Conditional(), rewards, Context(), "Conditional reads the samples' log-probabilities, and this method"),
+            (Conditional(), rewards[:, :2], Context(samples=SampleMeasures(logp)),
+             r"of \(3, 6\) samples for rewards of \(3, 2\), expected the same")):
+        with pytest.raises(ValueError, match=told):
+            part(of, [1, 2], context)
+    with pytest.raises(AssertionError):  # it needs a context
         Conditional()(f64([[[1], [0]]]), [1.0])
 
 
@@ -165,14 +152,12 @@ def test_a_long_but_right_sample_is_still_pulled_up_by_hand():
     close(Decoupled(temperature=1e12)(rewards, [1.0, 1.0]), Correctness()(rewards[..., :1], [1.0]).tolist())
 
 
-def test_of_one_reward_the_lengths_are_the_auxiliary():
+def test_one_reward_groups_that_agree_and_missing_rewards():
+    # Of one reward the lengths are the auxiliary.
     context = Context(samples=SampleMeasures(lengths=torch.tensor([[2, 8, 4]]), longest=8))
     found = Decoupled(temperature=1.0)(f64([[[1], [1], [0]]]), [1.0], context)[0]
     short = 1 / (1 + math.exp(-0.75))
     close(found, [2 / 3 * short, 2 / 3 * (1 - short), -2 / 3])
-
-
-def test_groups_that_agree_and_missing_rewards_have_no_advantage():
     rewards = f64([[[1, 1], [1, 0]], [[0, 1], [0, 0]], [[NAN, 1], [1, NAN]]])
     assert (Decoupled()(rewards, [1.0, 1.0]) == 0).all()
     found = Decoupled()(f64([[[1, NAN], [NAN, 1], [0, 1]]]), [1.0, 1.0])

@@ -38,9 +38,6 @@ def test_unlikely_by_rank_alone_and_only_where_something_was_earned():
     close(shaped, [[[0.625, 0.3125], [0, NAN], [0.875, 1.75], [0.75, 0]]])
     close(unlikely(torch.ones(1, 4, 1, dtype=F64), f64([[-7, -1, -300, -7]]), 0.5)[..., 0], [factors])
     close(Unlikely(0)(rewards, Context(samples=SampleMeasures(f64([[1, 2, 3, 4]])))), rewards.tolist())
-
-
-def test_unlikely_refuses_what_it_would_turn_round():
     with pytest.raises(ValueError, match="Unlikely: a reward is -2, expected 0 or more"):
         unlikely(f64([[[1], [-2], [NAN]]]), f64([[1, 2, 3]]), 0.25)
     with pytest.raises(ValueError, match="Unlikely reads the samples' log-probabilities, and this method has none"):
@@ -63,10 +60,15 @@ def test_win_rates_of_all_pairs_sum_to_half_the_group():
     torch.testing.assert_close(win_rates(wins).sum(dim=1), torch.full((20,), 3.5, dtype=F64), rtol=0, atol=1e-12)
 
 
-def test_lifted_by_hand():
+def test_lifted_and_binary_by_hand():
     close(to_win_rates(f64([[[0.9], [0.5], [0.4], [0.1]]])), [[[1], [2 / 3], [1 / 3], [0]]])
     # .5 and .4 tie within .1 (and a little), .9 beats both: 1, (0 + 1/2 + 1) / 3 twice, 0.
     close(to_win_rates(f64([[[0.9], [0.5], [0.4], [0.1]]]), 0.11), [[[1], [0.5], [0.5], [0]]])
+    tied = to_win_rates(f64([[[0.30001], [0.3], [0.30002]]]), 0.01)  # a group of ties has no advantage
+    close(tied, [[[0.5], [0.5], [0.5]]])
+    assert (group_relative(tied[..., 0]) == 0).all()
+    close(Binary(0.5)(f64([[[0.4, 0.5], [0.6, NAN]]])), [[[0, 1], [1, NAN]]])
+    assert Binary(2)(torch.tensor([[[1], [2]]])).tolist() == [[[0.0], [1.0]]]
     close(to_win_rates(f64([[[3, 3], [3, NAN], [NAN, 5], [1, NAN]]])), [[[0.75, 0], [0.75, NAN], [NAN, 1], [0, NAN]]])
 
 
@@ -76,17 +78,6 @@ def test_lifted_sees_only_the_order():
     assert torch.equal(rates, to_win_rates(scores * 1e-4 + 21)) and torch.equal(rates, to_win_rates(scores.exp()))
     torch.testing.assert_close(rates.sum(dim=1), torch.full((6, 2), 4.0, dtype=F64), rtol=0, atol=1e-12)
     assert torch.equal(WinRate()(scores), rates) and torch.equal(WinRate(0.2)(scores), to_win_rates(scores, 0.2))
-
-
-def test_a_group_of_ties_has_no_advantage():
-    tied = to_win_rates(f64([[[0.30001], [0.3], [0.30002]]]), 0.01)
-    close(tied, [[[0.5], [0.5], [0.5]]])
-    assert (group_relative(tied[..., 0]) == 0).all()
-
-
-def test_binary_by_hand():
-    close(Binary(0.5)(f64([[[0.4, 0.5], [0.6, NAN]]])), [[[0, 1], [1, NAN]]])
-    assert Binary(2)(torch.tensor([[[1], [2]]])).tolist() == [[[0.0], [1.0]]]
 
 
 # Balanced drops
@@ -100,9 +91,7 @@ def test_surplus_bad_samples_are_dropped_and_the_rest_centred_anew():
     # The lot falls anew in every epoch, and alike in one.
     lots = {tuple(Balanced()(rewards, Context(RunState(epoch)))[0, :, 0].isnan().tolist()) for epoch in range(12)}
     assert len(lots) > 1 and torch.equal(Balanced()(rewards, Context()).isnan(), Balanced()(rewards).isnan())
-
-
-def test_balance_reads_the_weighted_sum():
+    # Right is who has a high weighted sum.
     rewards = f64([[[1, 0], [0, 1], [0, 0], [0, 0]]])
     kept = ~Balanced(right=0.9)(rewards, Context(rewards=RewardColumns(weights=[1.0, 0.5]))).isnan()
     assert kept.all(2).sum() == 2 and kept[0, 0].all() and torch.equal(kept.all(2), kept.any(2))

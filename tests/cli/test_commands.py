@@ -34,14 +34,11 @@ def test_the_written_test_passes(kind, name, tmp_path, capsys):
         test()
 
 
-def test_the_written_method_trains(tmp_path, monkeypatch):
+def test_the_written_method_trains_and_the_written_recipe_loads(tmp_path):
     assert main(["new", "method", "one_sided", "--output", str(tmp_path)]) == 0
     trainer = tiny.trainer(method=f"flow_grpo+{tmp_path / 'one_sided.py'}:one_sided",
                            parts={"surrogate": {"high": 0.1}}, train__steps=4, train__group=4)
     assert trainer.method.loss.surrogate.high == 0.1 and trainer.run_epoch()["grad_norm"] > 0
-
-
-def test_the_written_recipe_loads(tmp_path):
     assert main(["new", "recipe", "mine", "--output", str(tmp_path)]) == 0
     config = load(tmp_path / "mine.yaml")
     assert (config.name, config.train.epochs, list(config.extra_rewards)) == ("mine", 60, ["sharpness"])
@@ -144,10 +141,9 @@ def test_a_stand_in_is_trained_evaluated_and_shown_and_the_same_command_goes_on(
 @pytest.mark.parametrize("source, suite, folder", [
     ("runs/mine", "geneval", "runs/mine/eval/geneval"), ("owner/model", "geneval", "runs/eval/owner_model/geneval"),
     ("runs/mine", "hub:owner/set?split=test", "runs/mine/eval/hub_owner_set_split_test")])
-def test_an_evaluation_has_a_folder_without_output(tmp_path, monkeypatch, source, suite, folder):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "config.yaml").write_text("model: starter\n")
+def test_an_evaluation_has_a_folder_without_output(here, source, suite, folder):
+    (here / "runs" / "mine").mkdir(parents=True)
+    (here / "runs" / "mine" / "config.yaml").write_text("model: starter\n")
     assert folder_of(source, suite) == Path(folder)
 
 
@@ -163,22 +159,19 @@ def test_an_evaluation_has_a_folder_without_output(tmp_path, monkeypatch, source
     (["starter_consistency", "--method=diffusion_nft", "--parts={}"],
      "the samples are voted on, which does not go with"),
     (["starter_consistency", "--port", "{busy}"], "port {busy} cannot be used")])
-def test_refusals(tmp_path, monkeypatch, capsys, arguments, line):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / CONFIG).write_text("model: starter_consistency\n")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("mine")
+def test_refusals(here, capsys, arguments, line):
+    (here / "used").mkdir()
+    (here / "used" / CONFIG).write_text("model: starter_consistency\n")
+    (here / "full").mkdir()
+    (here / "full" / "thesis.txt").write_text("mine")
     with loopback.listen(loopback.Handler, 0) as busy:
         given = [argument.replace("{busy}", str(busy.server_port)) for argument in arguments]
-        port = [] if "--port" in given else ["--port", "0"]
-        said = error_line(capsys, "taste", *given, *port)
+        said = error_line(capsys, "taste", *given, *([] if "--port" in given else ["--port", "0"]))
         assert line.replace("{busy}", str(busy.server_port)) in said
-    assert not (tmp_path / "taste" / CONFIG).exists()
+    assert not (here / "taste" / CONFIG).exists()
 
 
-def test_a_model_of_many_steps_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_model_of_many_steps_is_told(here, capsys):
     told = "starter is not known as a few-step model, and has 4 steps here: --train.steps gives others"
     with loopback.listen(loopback.Handler, 0) as busy:
         for arguments, line in ((["starter"], told), (["starter", "--train.steps=20"], ""),
@@ -232,9 +225,8 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
     ("return [0.5] * len(prompts)", "mine gave every sample 0.5"),
     ("raise OSError('away')", r"mine gave no score \(its last error: reward 'mine' raised on 1 sample \(first prompt "
                               r"of the batch: '[^']+'\): OSError: away \(same.py, line 2\)\)")])
-def test_a_run_that_trained_nothing_has_an_exit_code_of_its_own(body, cause, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "same.py").write_text(f"def same(images, prompts):\n    {body}\n")
+def test_a_run_that_trained_nothing_has_an_exit_code_of_its_own(body, cause, here, capsys):
+    (here / "same.py").write_text(f"def same(images, prompts):\n    {body}\n")
     small = ["--train.epochs=1", "--train.prompts=1", "--train.group=2", "--train.steps=4", "--eval.steps=1",
              "--eval.prompts=1", "--eval.rewards=[]", "--tracker=none", "--output=runs", "--method=mix_grpo",
              "--parts={plan: {size: 1}}", "--train.updates=1", "--train.lr=1e-3"]
@@ -244,9 +236,9 @@ def test_a_run_that_trained_nothing_has_an_exit_code_of_its_own(body, cause, tmp
     said = out.err.splitlines()[-1].removeprefix("flowgrpo: ")
     assert re.fullmatch(f"Nothing was trained in 1 epoch: {cause}. These are the weights that the run began with.",
                         said)
-    assert "ComfyUI" not in out.out and not (tmp_path / "runs" / "starter" / "comfyui").exists()
+    assert "ComfyUI" not in out.out and not (here / "runs" / "starter" / "comfyui").exists()
     assert said in " ".join(out.out.split()) and "was trained on" not in out.out
-    run = tmp_path / "runs" / "starter"
+    run = here / "runs" / "starter"
     assert json.loads((run / "summary.json").read_text())["trained"] == {"epochs": 0, "nothing": True, "said": [said]}
     assert main(["push", "runs/starter", "me/lora", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == said

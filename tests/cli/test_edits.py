@@ -35,10 +35,9 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_an_edit_of_several_images_from_training_to_card(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    tiny.save(make(name)[0], tmp_path / "model")
-    noise(tmp_path, "abcdef")
+def test_an_edit_of_several_images_from_training_to_card(name, here, capsys):
+    tiny.save(make(name)[0], here / "model")
+    noise(here, "abcdef")
     Path("red.py").write_text(RED)
     lines = [json.dumps({"prompt": f"edit {one}", "images": [f"{one}.jpg", f"{other}.jpg"]})
              for one, other in zip("abcd", "bcde")]

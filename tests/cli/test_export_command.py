@@ -33,8 +33,7 @@ def exported(capsys, *arguments: str) -> Path:
 
 
 @pytest.mark.parametrize("asked", [(), ("--form", "comfyui"), ("--form=comfyui", "--output", "mine/lora.safetensors")])
-def test_comfyui(finished, tmp_path, capsys, monkeypatch, asked):
-    monkeypatch.chdir(tmp_path)
+def test_comfyui(finished, here, capsys, asked):
     file = exported(capsys, str(finished), *asked)
     assert file == (Path("mine/lora.safetensors") if "--output" in asked else
                     finished / "comfyui" / f"{load(finished / 'config.yaml').name}.safetensors")
@@ -64,9 +63,8 @@ def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_stands_for_its_model_and_weights_in_every_command(precision, finished, tmp_path, capsys, monkeypatch):
+def test_a_run_stands_for_its_model_and_weights_in_every_command(precision, finished, here, capsys):
     """A LoRA is trained in fp32, and drawn with in the precision of its model."""
-    monkeypatch.chdir(tmp_path)
     checkpoint, pictures = finished / "checkpoints" / "epoch-00001", []
     for source in ([str(finished)], [str(finished), "--epoch=1"], [str(checkpoint)],
                    [str(finished.parent / "model"), "--lora", str(checkpoint)]):
@@ -95,26 +93,18 @@ def test_a_place_that_is_of_no_run_or_epoch_is_refused(finished, capsys, argumen
     assert line.format(run=finished) in message and message.count("\n") == 1
 
 
-def test_merged(finished, tmp_path, capsys):
+def test_merged_and_card(finished, tmp_path, capsys):
     folder = exported(capsys, str(finished), "--form", "merged", "--output", str(tmp_path / "whole"))
     assert folder == tmp_path / "whole"
     base, merged = (load_pipeline(str(each)).transformer.state_dict() for each in (finished.parent / "model", folder))
     assert base.keys() == merged.keys() and any(not torch.equal(base[key], merged[key]) for key in base)
-
-
-def test_card(finished, capsys):
     file = exported(capsys, str(finished), "--form", "card")
     assert file == finished / "README.md" and "`red`" in file.read_text()
 
 
-@pytest.mark.parametrize("arguments, told", [(("--form", "card", "--output", "card.md"), "leave out --output")])
-def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
-    said = error_line(capsys, "export", str(finished), *arguments)
-    assert said.startswith("flowgrpo: error: --") and told in said
-
-
 @pytest.mark.parametrize("arguments, told", [
-    (("--form", "onnx"), "'onnx' is not one of 'comfyui'"), ((), "is not a run: it has no config.yaml")])
-def test_mistakes_are_told(tmp_path, capsys, arguments, told):
-    said = error_line(capsys, "export", str(tmp_path), *arguments)
-    assert said.startswith("flowgrpo: error: ") and told in said
+    (["{run}", "--form", "card", "--output", "card.md"], "leave out --output"),
+    (["{empty}", "--form", "onnx"], "'onnx' is not one of 'comfyui'"),
+    (["{empty}"], "is not a run: it has no config.yaml")])
+def test_mistakes_are_told(finished, tmp_path, capsys, arguments, told):
+    assert told in error_line(capsys, "export", *(each.format(run=finished, empty=tmp_path) for each in arguments))

@@ -10,11 +10,13 @@ import transformers
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
+from flowgrpo.config.sections import Memory
 from flowgrpo.data.prompts import Prompt, load_prompts
-from flowgrpo.data.sets import SETS, resolve
+from flowgrpo.data.sets import resolve
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import rates
 from flowgrpo.policies import build
+from flowgrpo.policies.loading import make_pipeline
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.encoded_prompts import complete
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -26,9 +28,6 @@ from tests.helpers.refusals import error_line
 
 
 def test_sets_are_listed_and_previews_are_spread(capsys):
-    assert main(["list", "prompts", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == list(SETS)
     assert main(["list", "prompts"]) == 0
     assert "CC-BY-4.0" in capsys.readouterr().out
     assert main(["list", "prompts", "t2i_compbench", "--count", "8", "--json"]) == 0
@@ -97,8 +96,7 @@ def test_rates_are_measured_once_and_read_again(world, capsys):
     reward = f"{world}/half.py:half"
     output = world / "mid.jsonl"
     assert main(["prompts", "mix", str(world / "p.jsonl"), "--output", str(output), "--measure", str(world / "lm"),
-                 "--reward",
-                 reward, "--samples", "4", "--low", "0.1", "--high", "0.9"]) == 0
+                 "--reward", reward, "--samples", "4", "--low", "0.1", "--high", "0.9"]) == 0
     [kept] = load_prompts(output)
     assert kept.text == "1+2=" and kept.metadata["answer"] == "3"
     found = rates.load(world / "mid.rates" / "samples", [str(world / "mid.rates" / "prompts.jsonl")])
@@ -154,8 +152,7 @@ def test_mixtures_and_duplicates(world, capsys):
     (world / "tried.jsonl").write_text("".join(json.dumps({"weights": list(weights), "score": score}) + "\n"
                                                for weights, score in (((1, 0), 0.1), ((0, 1), 0.5), ((1, 1), 0.3))))
     assert main(["prompts", "mix", f"{world}/p.jsonl", f"{world}/q.jsonl", "--mixture", str(world / "tried.jsonl"),
-                 "--output",
-                 str(world / "best.jsonl")]) == 0
+                 "--output", str(world / "best.jsonl")]) == 0
     assert "weights: " in capsys.readouterr().out and len(load_prompts(world / "best.jsonl")) == 2
 
 
@@ -164,16 +161,10 @@ def test_mixtures_and_duplicates(world, capsys):
     (["--rates", "nowhere", "--measure", "lm"], "got --rates and --measure"),
     (["--measure", "lm"], "--measure: needs --reward")])
 def test_what_does_not_go_together(world, capsys, options, told):
-    assert main(["prompts", "mix", str(world / "p.jsonl"), "--output", str(world / "o.jsonl"), *options]) == 2
-    assert told in capsys.readouterr().err
+    assert told in error_line(capsys, "prompts", "mix", world / "p.jsonl", "--output", world / "o.jsonl", *options)
 
 
 LINES = [{"prompt": text} for text in tiny.PROMPTS] + [{"prompt": "a red owl", "negative_prompt": "old"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("encode") / "model")
 
 
 def recipe(folder, model, **options):
@@ -221,14 +212,12 @@ def test_a_prompt_that_is_new_brings_the_text_encoders_back(model, tmp_path):
     assert complete(config, prompts) and not complete(config, [*prompts, Prompt("new")])
     assert not complete(config.model_copy(update={"negative_prompt": "other"}), prompts)
     assert build.skips_text_encoders(config, prompts)
-    other = config.model_copy(update={"precision": "bf16"})
-    assert not complete(other, prompts)
+    assert not complete(config.model_copy(update={"precision": "bf16"}), prompts)
 
 
 def test_how_prompts_of_different_lengths_are_padded_is_kept(tmp_path):
     pipe, call = pipelines.make("QwenImagePipeline")
-    policy = PipelinePolicy(pipe, None, call=call)
-    cache = PromptCache(policy, tmp_path)
+    cache = PromptCache(PipelinePolicy(pipe, None, call=call), tmp_path)
     cache.fill([("red", ""), ("a red owl on a branch", "")])
     assert (cache.folder / "padding.json").is_file()
 
@@ -238,8 +227,8 @@ def test_how_prompts_of_different_lengths_are_padded_is_kept(tmp_path):
     (["--model=starter_text", "--method=grpo", "--cache=HERE"], "got the language model starter_text"),
     (["--model=starter", "--cache=HERE", "--load.lora=[HERE]"], "load.lora may change text encoders")])
 def test_what_is_not_encoded_ahead_is_told_in_one_line(options, told, tmp_path, capsys):
-    assert main(["prompts", "encode", *(option.replace("HERE", str(tmp_path)) for option in options)]) == 2
-    assert told in capsys.readouterr().err
+    given = [option.replace("HERE", str(tmp_path)) for option in options]
+    assert told in error_line(capsys, "prompts", "encode", *given)
 
 
 def test_ahead_a_run_encodes_all_prompts_before_the_denoiser_is_loaded(model, tmp_path, capsys, monkeypatch):
@@ -272,8 +261,6 @@ def test_what_does_not_go_with_ahead_is_said_before_the_model_is_loaded(model, t
 
 def test_beside_a_denoiser_without_room_the_encoders_encode_where_they_wait(model):
     """As `sample` and `eval` of a run with `memory.encoders: ahead`: the encoders never come."""
-    from flowgrpo.config.sections import Memory
-    from flowgrpo.policies.loading import make_pipeline
     stock, waits = (make_pipeline(str(model), "fp32", memory=Memory(encoders=way)) for way in ("cpu", "ahead"))
     asked = dict(prompt="a red owl", prompt_2=None, prompt_3=None, device=torch.device("cpu"))
     for one, other in zip(stock.encode_prompt(**asked), waits.encode_prompt(**asked)):

@@ -42,11 +42,7 @@ KEPT = ("checkpoints/epoch-00001/state.safetensors", "checkpoints/epoch-00001/st
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     with stand_in_hub.served() as serving:
-        template = f"{serving.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", serving.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        stand_in_hub.reach(serving, monkeypatch, tmp_path / "cache")
         monkeypatch.setenv("HF_TOKEN", "hf_x")
         yield serving
 
@@ -78,7 +74,9 @@ def test_a_malformed_name_is_refused_before_anything(run, hub, capsys, name):
     assert not hub.asked and not (run / "README.md").exists()
 
 
-def test_without_a_login_or_a_network_or_an_end(run, hub, capsys, monkeypatch):
+def test_refusals_of_the_hub_and_what_it_needs_are_one_line(run, hub, capsys, monkeypatch):
+    hub.refused["me/mine"] = (403, "Forbidden")
+    assert "the upload to me/mine failed: the hub refuses it (403)" in said(capsys, "push", run, "me/mine", code=2)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(run / "no-token"))
     assert "needs a login: `hf auth login`" in said(capsys, "push", run, "me/mine", code=2)
@@ -90,11 +88,6 @@ def test_without_a_login_or_a_network_or_an_end(run, hub, capsys, monkeypatch):
     assert "got the checkpoint" in said(capsys, "push", run / "checkpoints" / "epoch-00001", "me/mine", code=2)
     (run / "summary.json").unlink()
     assert "the run has not finished: --resume it" in said(capsys, "push", run, "me/mine", code=2)
-
-
-def test_a_refusal_of_the_hub_is_one_line(run, hub, capsys):
-    hub.refused["me/mine"] = (403, "Forbidden")
-    assert "the upload to me/mine failed: the hub refuses it (403)" in said(capsys, "push", run, "me/mine", code=2)
 
 
 def test_files_of_whole_weights_and_language_models(tmp_path):
@@ -125,8 +118,7 @@ def test_data_of_a_repository_is_downloaded_once_and_read_offline(shared, traine
     assert capsys.readouterr().err.endswith("no network: me/mine is read from the hub's cache\n")
 
 
-def test_commands_take_a_run_of_the_hub(shared, trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_take_a_run_of_the_hub(shared, trained, here, capsys):
     model, common = trained / "model", ["--prompt=red", "--steps=1"]
     paths = [said(capsys, "sample", *source, *common).strip().splitlines()[-1]
              for source in (["hub:me/mine"], [model, "--lora", "me/mine"], [trained], [model])]
@@ -162,15 +154,14 @@ def test_a_repository_of_one_lora_file_and_names_of_files_here(shared, tmp_path,
     assert not is_lora("them/lora.safetensors") and is_lora("hub:runs/lora")
 
 
-def test_a_run_of_the_hub_executes_nothing_that_it_names(shared, trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
-    (tmp_path / "p.txt").write_text("red\nblue\n")
+def test_a_run_of_the_hub_executes_nothing_that_it_names(shared, trained, here, capsys):
+    (here / "evil.py").write_text(f"open({str(here / 'marker')!r}, 'w')\n")
+    (here / "p.txt").write_text("red\nblue\n")
     config = shared.files["me/mine"]["config.yaml"].decode().replace("bright:", "evil.py:bad:").replace(
         "trust_remote_code: false", "trust_remote_code: true")
     shared.files["me/mine"]["config.yaml"] = config.encode()
     assert said(capsys, "grid", "hub:me/mine", "--prompts=p.txt", "--count=1").strip() == "grid.png"
-    assert not (tmp_path / "marker").exists() and json.loads(shared.files["me/mine"]["summary.json"])
+    assert not (here / "marker").exists() and json.loads(shared.files["me/mine"]["summary.json"])
 
 
 @pytest.mark.parametrize("command", [("push", "me/x", "--dry-run"), ("export", "--form=card")])

@@ -39,11 +39,6 @@ def stopped(command: list[str], *when) -> None:
     assert process.wait(120) == CODES[when[-1]], process.streams()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
-
-
 def content(folder, pattern) -> dict:
     return {str(file.relative_to(folder)): (file.read_bytes(), file.stat().st_mtime_ns)
             for file in folder.rglob(pattern)}

@@ -25,7 +25,6 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import client
 from tests.evaluation.test_images import make_run
-from tests.helpers import tiny
 from tests.helpers.refusals import message
 from tests.helpers.servers import running
 
@@ -39,11 +38,6 @@ def dark(images, prompts):
 def changed(method):
     return method
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -105,11 +99,6 @@ def test_eval_executes_what_its_command_line_names(evil, tmp_path, capsys):
     assert (tmp_path / "marker").exists()
 
 
-def test_eval_of_a_trusted_run_takes_its_rewards(evil, tmp_path, capsys):
-    said(capsys, "eval", evil, f"--suite={tmp_path}/suite.txt", "--steps=1", f"--output={tmp_path}/a", "--trust-run")
-    assert (tmp_path / "marker").exists()
-
-
 @pytest.mark.parametrize("changes", [
     {"reward": {"mine": {"use": "{run}/evil.py:dark"}}},
     {"reward": "sharpness", "eval": {"rewards": {"tiers": {"use": "tiered", "args": {
@@ -117,8 +106,7 @@ def test_eval_of_a_trusted_run_takes_its_rewards(evil, tmp_path, capsys):
     {"reward": {"judge": {"args": {"url": "http://127.0.0.1:9/v1", "key_env": "HOME"}}}},
     {"reward": "http://127.0.0.1:9/dark"}, {"reward": "code_run"}])
 def test_every_way_of_naming_code_or_an_address_is_left_out(evil, tmp_path, capsys, changes):
-    filled = json.loads(json.dumps(changes).replace("{run}", str(evil)))
-    rewritten(evil, **filled)
+    rewritten(evil, **json.loads(json.dumps(changes).replace("{run}", str(evil))))
     assert "left out: reward " in said(capsys, "grid", evil, "--count=1")
     assert not (tmp_path / "marker").exists()
 
@@ -176,6 +164,14 @@ def test_files_are_open_again_after_the_command(evil, tmp_path):
 HTTP = {"use": "http", "args": {"url": "http://there:1/x", "key_env": "HF_TOKEN"}}
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A working folder beside those of recipes from elsewhere."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
 def from_elsewhere(folder, **values):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.yaml").write_text(yaml.safe_dump({"extends": "starter"} | values))
@@ -216,15 +212,13 @@ def from_elsewhere(folder, **values):
     ({"cache": "/var/tmp/c"}, "writes to /var/tmp/c (cache)"),
     ({"rollout": {"folder": "~root/loras"}}, "writes to ~root/loras (rollout.folder)"),
     ({"phases": [{"at": 0.5, "set": {"rollout.folder": "/srv"}}]}, "writes to /srv (phases.0.set.rollout.folder)")])
-def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, does, tmp_path, monkeypatch):
+def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, does, tmp_path, monkeypatch, here):
     given = from_elsewhere(tmp_path / "given", **values)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "linked").symlink_to(tmp_path / "given")
-    monkeypatch.chdir(tmp_path / "here")
+    (here / "linked").symlink_to(tmp_path / "given")
     caught = message(parse.load, given, trusted=False)
     assert caught.startswith(f"{given} ") and does in caught
     with pytest.raises(UserError, match="--trust"):  # so does one that extends it
-        (tmp_path / "here" / "own.yaml").write_text(f"extends: {given}\n")
+        (here / "own.yaml").write_text(f"extends: {given}\n")
         parse.load("own.yaml", trusted=False)
     assert parse.load(given, trusted=True)
     monkeypatch.chdir(tmp_path)  # which holds it
@@ -232,18 +226,14 @@ def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, do
 
 
 @pytest.mark.parametrize("values", [{}, {"output": "runs"}, {"output": "./a/../b", "cache": "c"}, {"output": "..x/~"}])
-def test_a_recipe_from_elsewhere_may_write_below_the_working_folder(values, tmp_path, monkeypatch):
+def test_a_recipe_from_elsewhere_may_write_below_the_working_folder(values, tmp_path, here):
     given = from_elsewhere(tmp_path / "given", **values)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
     assert parse.load(given, trusted=False).output == values.get("output", "runs")
     assert parse.load(given, {"output": str(tmp_path)}, trusted=False).output == str(tmp_path)  # of the command line
 
 
-def test_what_the_command_line_names_is_its_own(tmp_path, monkeypatch):
+def test_what_the_command_line_names_is_its_own(tmp_path, here):
     given = from_elsewhere(tmp_path / "given", reward={"e": HTTP}, train={"epochs": 2})
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
     assert parse.load(given, {"reward": "scene"}, trusted=False).reward == "scene"
     with pytest.raises(UserError, match="sends the key in HF_TOKEN"):  # to an address of the command line
         parse.load(given, {"reward.e.args.url": "http://127.0.0.1:1/x"}, trusted=False)
@@ -253,10 +243,8 @@ def test_what_the_command_line_names_is_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [["train"], ["check"], ["prompts", "encode"]])
-def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_it_in_a_line(command, tmp_path, capsys, here):
     given = from_elsewhere(tmp_path / "given", reward={"e": HTTP}, cache=str(tmp_path / "cache"))
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
     [line] = said(capsys, *command, given, code=2).splitlines()
     assert line == (f"flowgrpo: error: {given} sends the key in HF_TOKEN (reward.e.args.key_env); sends samples to "
                     f"http://there:1/x; writes to {tmp_path}/cache (cache): it is neither packaged nor below the "
@@ -290,18 +278,14 @@ def test_a_repository_below_the_working_folder_was_cloned(values, error, tmp_pat
     assert parse.load(given, trusted=False)
 
 
-def test_no_code_of_another_recipe_is_executed_while_one_from_elsewhere_runs(tmp_path, monkeypatch):
-    given, plain = from_elsewhere(tmp_path / "given"), tmp_path / "here" / "own.yaml"
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "code.py").write_text(EVIL.format(marker=str(tmp_path / "marker")))
+def test_no_code_of_another_recipe_is_executed_while_one_from_elsewhere_runs(tmp_path, here):
+    given, plain = from_elsewhere(tmp_path / "given"), here / "own.yaml"
+    (here / "code.py").write_text(EVIL.format(marker=str(tmp_path / "marker")))
     plain.write_text("extends: starter\nreward: code.py:dark\n")
-    monkeypatch.chdir(tmp_path / "here")
     with trust.command():
         parse.load(given, trusted=False)
-        with pytest.raises(UserError, match="which is not yours, executes this code"):
-            user_code.from_file("code.py:dark", "reward")
-        with pytest.raises(UserError, match="which is not yours, sends samples to https://there/v1"):
-            Judge(url="https://there/v1")
+        assert "which is not yours, executes this code" in message(user_code.from_file, "code.py:dark", "reward")
+        assert "which is not yours, sends samples to https://there/v1" in message(Judge, url="https://there/v1")
         assert Judge(url="http://127.0.0.1:1/v1")
         assert not (tmp_path / "marker").exists()
         parse.load(plain, trusted=False)  # `compare methods` takes several
@@ -309,9 +293,7 @@ def test_no_code_of_another_recipe_is_executed_while_one_from_elsewhere_runs(tmp
     assert Judge(url="https://there/v1")
 
 
-def test_labels_by_a_file_of_rewards_from_elsewhere(tmp_path, monkeypatch, capsys):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def test_labels_by_a_file_of_rewards_from_elsewhere(tmp_path, capsys, here):
     (tmp_path / "evil.py").write_text(EVIL.format(marker=str(tmp_path / "marker")))
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({f"{tmp_path}/evil.py:dark": 1.0}))
     [line] = said(capsys, "reward", "label", tmp_path, f"--rewards={tmp_path}/rules.yaml", "--output=pairs.jsonl",
@@ -417,8 +399,7 @@ def test_another_recipe_of_the_same_command_sends_no_key(own):
     (own.parent / "other.yaml").write_text("extends: starter\n")
     with trust.command():
         parse.load(own.parent / "other.yaml", trusted=False)
-        config = parse.load(own, trusted=False)
-        assert message(rewards.compose, config.trained).startswith(f"{own} {SENT}")
+        assert message(rewards.compose, parse.load(own, trusted=False).trained).startswith(f"{own} {SENT}")
 
 
 def test_a_base_that_changed_asks_again(own, monkeypatch):
@@ -437,10 +418,8 @@ def test_processes_of_a_launcher_do_not_ask(own, monkeypatch, variables):
     assert "no terminal is here" in result and "[y/N]" not in screen.getvalue()
 
 
-def test_a_recipe_from_elsewhere_is_asked_for_with_the_code_that_it_names(own, monkeypatch):
+def test_a_recipe_from_elsewhere_is_asked_for_with_the_code_that_it_names(own, monkeypatch, here):
     given = from_elsewhere(own.parent / "given", reward={"code.py:dark": 1.0, "e": HTTP})
-    (own.parent / "here").mkdir()
-    monkeypatch.chdir(own.parent / "here")
     Path("code.py").write_text(EVIL.format(marker="marker"))
     monkeypatch.setenv("HF_TOKEN", "hf")
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
@@ -454,8 +433,7 @@ def test_a_recipe_from_elsewhere_is_asked_for_with_the_code_that_it_names(own, m
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with trust.command():
         assert parse.load(given, trusted=False) and user_code.from_file("code.py:dark", "reward")
-        with pytest.raises(UserError, match="which is not yours, executes this code"):
-            user_code.from_file("other.py:dark", "reward")
+        assert "which is not yours, executes this code" in message(user_code.from_file, "other.py:dark", "reward")
     Path("code.py").write_text("dark = print\n")
     assert "executes code (code.py:dark)" in message(parse.load, given, trusted=False)
 
@@ -464,8 +442,7 @@ def test_tokens_of_reward_servers_ask_too(own, monkeypatch):
     (own.parent / "token").write_text("t0ken")
     own.write_text(yaml.safe_dump({"extends": "starter", "reward": {"a": {
         "use": "https://there.example/a", "args": {"token_file": str(own.parent / "token")}}}}))
-    sent = f"sends the token of the file {own.parent}/token to https://there.example/a"
-    assert sent in message(made, own)
+    assert f"sends the token of the file {own.parent}/token to https://there.example/a" in message(made, own)
     own.write_text(yaml.safe_dump({"extends": "starter", "reward": "https://there.example/a"}))
     monkeypatch.setenv("FLOWGRPO_REWARD_TOKEN", "t0ken")
     assert "sends the token in FLOWGRPO_REWARD_TOKEN to https://there.example/a" in message(made, own)
@@ -473,11 +450,8 @@ def test_tokens_of_reward_servers_ask_too(own, monkeypatch):
     assert "no terminal" not in message(made, own)
 
 
-def test_a_terminal_shows_no_escape_of_a_recipe(own, monkeypatch):
-    given = from_elsewhere(own.parent / "given", reward="x\x1b[2K\u202e.py:dark")
-    (own.parent / "here").mkdir()
-    monkeypatch.chdir(own.parent / "here")
-    screen, result = asked(monkeypatch, "n", given)
+def test_a_terminal_shows_no_escape_of_a_recipe(own, monkeypatch, here):
+    screen, result = asked(monkeypatch, "n", from_elsewhere(own.parent / "given", reward="x\x1b[2K\u202e.py:dark"))
     assert "\x1b" not in screen.getvalue() and "\u202e" not in screen.getvalue() and "did not" in result
 
 def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):

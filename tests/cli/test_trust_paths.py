@@ -126,7 +126,7 @@ def test_a_thousand_names_get_past_no_question(world):
     assert came["ran"] > 250 and came["asked"] > 500, came  # the names are those of files that are executed
 
 
-def test_the_loader_and_the_question_read_a_name_alike(world):
+def test_the_loader_and_the_question_read_a_name_alike_and_know_the_files_of_joined_methods(world):
     chance = random.Random(SEED)
     for number in range(COUNT):
         name = f"{spelled(chance, world, f'{number}{name_of_file(chance)}')}:{chance.choice(ATTRIBUTES)}"
@@ -135,8 +135,5 @@ def test_the_loader_and_the_question_read_a_name_alike(world):
             from_file(name, "reward")
         assert ("expected path/to/file.py:name" in str(caught.value)) == (file is None), name
         assert file is None or file in trust.code_files(name)
-
-
-def test_the_files_of_joined_methods_are_known(world):
     known = trust.code_files("mix_grpo+link/a.py:f+b+c.py:g")
     assert {world / "a.py", Path("c.py").resolve()} <= {*known}

@@ -20,8 +20,7 @@ from tests.helpers.refusals import error_line, message
 def test_defaults_and_packaged_recipes_pass_their_checks():
     assert config.validate(config.Config().model_dump()) == config.Config()
     assert recipes.names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-    makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
-    assert "$(BIN)/python -m flowgrpo demo\n" in makefile
+    assert "$(BIN)/python -m flowgrpo demo\n" in (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
     assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
 
 
@@ -55,10 +54,9 @@ def test_numbers_with_exponents_and_overrides(tmp_path):
     assert config.load(None, {"reward": "{a: 2, b: 0.5}"}).rewards == {"a": 2.0, "b": 0.5}
 
 
-def test_files_of_a_runs_folder_are_found_where_it_was_copied_to(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_files_of_a_runs_folder_are_found_where_it_was_copied_to(here):
     raw = {"name": "a", "output": "runs", "model": "starter", "reward": {"runs/a/r.py:f": 2.0, "runs/b/r.py:f": 1.0},
-           "prompts": "runs/a/p.jsonl", "held_out": str(tmp_path / "runs" / "a" / "h.jsonl"),
+           "prompts": "runs/a/p.jsonl", "held_out": str(here / "runs" / "a" / "h.jsonl"),
            "negative_prompt": "runs/a/p.jsonl", "preferences": "runs/a/gone.jsonl",
            "adapter": {"init": "runs/a/first"}, "cache": "./runs/a/cache"}
     for folder in ("runs/a", "copy", "runs/a.1"):
@@ -73,7 +71,7 @@ def test_files_of_a_runs_folder_are_found_where_it_was_copied_to(tmp_path, monke
         assert (found.held_out, found.cache) == (f"{folder}/h.jsonl", f"{folder}/cache")
         assert found.adapter.init == f"{folder}/first" and found.preferences == "runs/a/gone.jsonl"
         assert found.negative_prompt == "runs/a/p.jsonl" and found.folder == Path("runs/a")
-    for place in ("runs/a/config.yaml", tmp_path / "runs" / "a" / "config.yaml"):
+    for place in ("runs/a/config.yaml", here / "runs" / "a" / "config.yaml"):
         assert config.load(place) == config.validate(raw)  # where it was
 
 
@@ -309,29 +307,24 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("name", ["starter", "sdxl_24gb", "sdxl_8x80"])
-def test_a_name_is_the_packaged_recipe(name, tmp_path, monkeypatch):
+def test_a_name_is_the_packaged_recipe(name, here):
     """From any folder, with the name of its run, and what it extends."""
-    monkeypatch.chdir(tmp_path)
     assert load(name) == load(CONFIGS / f"{name}.yaml") and load(name).name == name
 
 
-def test_a_local_file_of_that_name_wins_and_a_folder_does_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sdxl_24gb").write_text("method: flow_grpo\n")
-    (tmp_path / "starter").mkdir()
+def test_a_local_file_of_that_name_wins_and_a_folder_does_not(here):
+    (here / "sdxl_24gb").write_text("method: flow_grpo\n")
+    (here / "starter").mkdir()
     assert load("sdxl_24gb").method == "flow_grpo" and load("sdxl_24gb").model == "starter"
     assert load("starter").parts["plan"] == {"size": 3, "order": "frozen"}
 
 
-def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
+def test_a_recipe_of_the_user_extends_a_packaged_one_or_one_below_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("extends: sdxl_24gb\nreward: pick_score\n")
     found = load(tmp_path / "mine.yaml")
     assert found.reward == "pick_score" and found.name == "mine"
     assert found.model_copy(update={"reward": "hpsv2.1", "name": "sdxl_24gb"}) == load("sdxl_24gb")
-
-
-def test_a_recipe_below_the_home_folder(tmp_path, monkeypatch):
-    """By its own name and under `extends`; a folder named ~ is not looked for."""
+    # By its own name and under `extends`; a folder named ~ is not looked for.
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("extends: starter\nprompts: ~/p.txt\n")
     (tmp_path / "mine.yaml").write_text("extends: ~/base.yaml\nseed: 3\n")
@@ -348,18 +341,14 @@ def test_a_recipe_below_the_home_folder(tmp_path, monkeypatch):
     ("configs/sdxl_24gb.yaml", "no recipe at configs/sdxl_24gb.yaml: it does not exist: did you mean the packaged "
                                "recipe sdxl_24gb?"),
     ("no.yaml", "no recipe at no.yaml: it does not exist; expected a YAML file, or a packaged recipe such as starter")])
-def test_what_is_neither_is_one_line(given, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_neither_is_one_line(given, told, here):
     assert message(load, given).startswith(told)
 
 
-def test_demo_takes_keys_and_no_recipe(capsys):
+def test_demo_takes_keys_and_no_recipe_and_check_a_recipes_file_in_place_of_a_model(capsys, tmp_path):
     assert "use `flowgrpo train sdxl_24gb`" in error_line(capsys, "demo", "sdxl_24gb")
     assert "unknown option --train.lrr: did you mean '--train.lr'?" in error_line(capsys, "demo", "--train.lrr=1")
     assert "train.lr: got 'fast'" in error_line(capsys, "demo", "--train.lr=fast")
-
-
-def test_check_takes_a_recipes_file_in_place_of_a_model(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("extends: starter\n")
     assert main(["check", str(tmp_path / "mine.yaml")]) == 0
     assert "\nmodel " in capsys.readouterr().out

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods.distillation import consistency_target
-from flowgrpo.training import state
 from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers.tiny_runs import copies, next_epochs, same
 
 SMALL = {"distil": {"type": "ConsistencyDistillation", "batch": 8, "updates": 2, "jumps": 5}}
 
@@ -15,14 +15,6 @@ SMALL = {"distil": {"type": "ConsistencyDistillation", "batch": 8, "updates": 2,
 def trainer(method="rlcm", parts=SMALL, **options):
     made = tiny.trainer(method=method, parts=parts, train__steps=4, train__lr=1e-2, **options)
     return made, loop.extension(made, "ConsistentStudent")
-
-
-def copies(values):
-    return {key: value.detach().clone() for key, value in values.items()}
-
-
-def same(one, other):
-    return all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_times_are_of_equal_slices_with_one_in_eleven_at_1_and_the_teacher_goes_a_jump():
@@ -43,8 +35,7 @@ def test_the_gradient_is_that_of_huber_s_loss_by_a_finite_difference():
     tiny.stir(made.policy)
     base = tiny.weights(made.policy)
     student.on_backward(3)
-    after = tiny.weights(made.policy)
-    assert all(torch.equal(after[key], base[key]) for key in base)
+    assert same(base, tiny.weights(made.policy))
     key, parameter = max(student.live.items(), key=lambda item: item[1].grad.abs().max())
     place = int(parameter.grad.abs().argmax())
     gradient = parameter.grad.flatten()[place].item()
@@ -126,21 +117,13 @@ def test_the_schedule_counts_the_method_s_steps_and_others_are_of_this_loss():
 
 
 def test_a_checkpoint_has_the_average_and_goes_on_bit_by_bit(tmp_path):
-    through, _ = trainer()
-    for through.epoch in range(3):
-        through.run_epoch()
-    first, student = trainer()
-    first.run_epoch()
-    first.epoch = 1
-    first.progress.saved_counters = state.counters(first)
-    state.save(first, tmp_path)
-    again, resumed = trainer()
-    [saved] = (tmp_path / "checkpoints").iterdir()
-    state.restore(again, saved)
+    (through, _), (first, student), (again, resumed) = trainer(), trainer(), trainer()
+    next_epochs(through, 3)
+    next_epochs(first, 1)
+    tiny_runs.resume(first, again, tmp_path)
     assert same(resumed.average, student.average) and resumed.averaged == student.averaged == 2
-    for again.epoch in (1, 2):
-        again.run_epoch()
-    assert same(copies(again.policy.weights.named), copies(through.policy.weights.named))
+    next_epochs(again, 2)
+    tiny_runs.assert_same_weights(again, through)
 
 
 def test_the_gradient_of_the_rewards_that_have_one_is_added():
@@ -183,22 +166,6 @@ def test_steps_of_the_loss_alone_do_not_follow_the_reward():
     student.ascent = lambda *given: steps.append(made.optimization.update) or ascent(*given)
     made.run_epoch()
     assert made.optimization.update == 2 and set(steps) == {0}
-
-
-def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
-    for text in ("base", "student"):
-        made, student = trainer("rlcm", {"adapted": {"encoders": True}, "distil": SMALL["distil"] | {"text": text}},
-                                adapter__encoder_targets=["q_proj"])
-        student.on_drawn(loop.draw(made))
-        encoders = [value for key, value in made.policy.weights.named.items() if key not in student.live]
-        with torch.no_grad():
-            for value in encoders:
-                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
-        for value in encoders:
-            value.grad = torch.ones_like(value)
-        student.on_backward(0)
-        assert encoders and all((value.grad == 1).all() == (text == "student") for value in encoders)
-        assert any(value.grad.any() for value in student.live.values())
 
 
 def test_a_model_that_predicts_noise_is_refused_in_a_line():

@@ -10,8 +10,10 @@ from flowgrpo.export import export
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.training import credit, extensions, state
-from tests.helpers import loop, tiny
+from flowgrpo.training import credit, extensions
+from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import copies, next_epochs, same
 
 SMALL = {"distil": {"batch": 8, "fake_updates": 2, "updates": 2, "fake_lr": 0.01}}
 
@@ -21,19 +23,15 @@ def trainer(method="dmd2", parts=SMALL, **options):
     return made, loop.extension(made, "MatchedStudent")
 
 
-def copies(values):
-    return {key: value.detach().clone() for key, value in values.items()}
-
-
-def same(one, other):
-    return all(torch.equal(one[key], other[key]) for key in one)
-
-
 @torch.no_grad()
 def move(values: dict[str, torch.Tensor]) -> None:
     """Add noise to the weights of the fake score, which starts as the base: B is zero."""
     for key, value in values.items():
         value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+
+
+def gradient(values) -> torch.Tensor:
+    return torch.cat([value.grad.flatten() for value in values])
 
 
 def test_every_step_of_the_rollout_gives_states_with_the_data_predicted_there():
@@ -66,8 +64,7 @@ def test_fake_score_and_student_learn_apart_and_the_base_stays():
     made.optimization.zero_grad()
     spent.on_backward(0)
     assert same(copies(spent.fake.values), kept) and all(v.grad is not None for v in made.policy.weights.parameters())
-    after = tiny.weights(made.policy)
-    assert all(torch.equal(after[key], base[key]) for key in base)
+    assert same(base, tiny.weights(made.policy))
 
 
 @pytest.mark.fast
@@ -83,7 +80,7 @@ def test_equal_scores_give_no_gradient_and_the_weight_scales_it():
         object.__setattr__(spent.part, "weight", weight)
         made.optimization.zero_grad()
         spent.on_backward(0)
-        found.append(torch.cat([value.grad.flatten() for value in made.policy.weights.parameters()]))
+        found.append(gradient(made.policy.weights.parameters()))
     assert found[0].norm() > 0
     torch.testing.assert_close(found[1], 2.5 * found[0], rtol=1e-4, atol=1e-9)
 
@@ -95,7 +92,7 @@ def test_the_teacher_has_its_own_guidance_and_at_first_a_share_of_the_fake_score
         spent.on_drawn(loop.draw(made))
         move(spent.fake.values)
         spent.on_backward(0)
-        found.append(torch.cat([value.grad.flatten() for value in spent.live.values()]))
+        found.append(gradient(spent.live.values()))
     assert all((one - found[0]).norm() > 1e-3 * found[0].norm() for one in found[1:])
     x = spent.states[1]
     def scores(update):
@@ -117,22 +114,22 @@ def test_the_gradient_is_the_directions_by_a_finite_difference():
     spent.on_backward(3)
     key, parameter = max(spent.live.items(), key=lambda item: item[1].grad.abs().max())
     place = int(parameter.grad.abs().argmax())
-    gradient = parameter.grad.flatten()[place].item()
+    slope = parameter.grad.flatten()[place].item()
 
     @torch.no_grad()
     def value(change: float, directions: list) -> float:
         parameter.view(-1)[place] += change
         total = 0.0
-        for number, chunk in enumerate(spent._chunks(1, 3)):
-            encoded, k = spent.conditioning.rows(chunk.states.prompts), chunk.time
-            at, t = spent.spec.grid[chunk.step], chunk.times.grid[k].item()
-            x0 = chunk.states.x - at * made.policy.replay(encoded, chunk.states.x, spent.spec.grid, chunk.step)
+        for number, (step, states, noise, times, k) in enumerate(spent._chunks(1, 3)):
+            encoded = spent.conditioning.rows(states.prompts)
+            at, t = spent.spec.grid[step], times.grid[k].item()
+            x0 = states.x - at * made.policy.replay(encoded, states.x, spent.spec.grid, step)
             if len(directions) <= number:
-                x = (1 - t) * x0 + t * chunk.noise
+                x = (1 - t) * x0 + t * noise
                 with made.policy.weights.base():
-                    real = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
+                    real = x - t * made.policy.replay(encoded, x, times.grid, k)
                 with spent.worn(spent.fake.values):
-                    fake = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
+                    fake = x - t * made.policy.replay(encoded, x, times.grid, k)
                 size = (x0 - real).abs().flatten(1).mean(1)
                 directions.append((fake - real) / size[:, None, None, None])
             total += (directions[number] * x0).double().flatten(1).mean(1).sum().item() / 8
@@ -143,7 +140,7 @@ def test_the_gradient_is_the_directions_by_a_finite_difference():
     value(0.0, directions)
     step = 1e-2
     difference = (value(step, directions) - value(-step, directions)) / (2 * step)
-    assert abs(difference - gradient) < 0.02 * abs(gradient) + 1e-7, (difference, gradient)
+    assert abs(difference - slope) < 0.02 * abs(slope) + 1e-7, (difference, slope)
 
 
 def test_a_run_without_rewards_replays_nothing_and_one_with_them_adds_both():
@@ -161,22 +158,14 @@ def test_a_run_without_rewards_replays_nothing_and_one_with_them_adds_both():
 
 
 def test_a_checkpoint_has_the_fake_score_and_its_moments_and_goes_on_bit_by_bit(tmp_path):
-    through, _ = trainer("dmdr")
-    for through.epoch in range(3):
-        through.run_epoch()
-    first, spent = trainer("dmdr")
-    first.run_epoch()
-    first.epoch = 1
-    first.progress.saved_counters = state.counters(first)
-    state.save(first, tmp_path)
-    again, resumed = trainer("dmdr")
-    [saved] = (tmp_path / "checkpoints").iterdir()
-    state.restore(again, saved)
-    assert same(copies(resumed.fake.values), copies(spent.fake.values))
-    for again.epoch in (1, 2):
-        again.run_epoch()
-    assert same(copies(again.policy.weights.named), copies(through.policy.weights.named))
-    assert same(copies(resumed.fake.values), copies(loop.extension(through, "MatchedStudent").fake.values))
+    (through, whole), (first, spent), (again, resumed) = trainer("dmdr"), trainer("dmdr"), trainer("dmdr")
+    next_epochs(through, 3)
+    next_epochs(first, 1)
+    tiny_runs.resume(first, again, tmp_path)
+    assert same(resumed.fake.values, spent.fake.values)
+    next_epochs(again, 2)
+    tiny_runs.assert_same_weights(again, through)
+    assert same(resumed.fake.values, whole.fake.values)
 
 
 def test_a_surrogate_learns_what_earns_more_and_draws_the_student():
@@ -219,27 +208,28 @@ def test_the_reward_s_own_gradient_is_added():
     made, spent = trainer(parts={"distil": {"batch": 8, "ascent": 1.0}})
     spent.on_drawn(loop.draw(made))
     spent.on_backward(0)  # the scores agree, so that this is the reward's gradient alone
-    before = {key: value.data.clone() for key, value in made.policy.weights.named.items()}
+    before = copies(made.policy.weights.named)
 
     def reward() -> float:
         with torch.no_grad():
-            found = [made.scoring.value(spent.own, chunk.states.prompts, made.policy.image(
-                chunk.states.x - spent.spec.grid[chunk.step] * made.policy.replay(
-                    spent.conditioning.rows(chunk.states.prompts), chunk.states.x, spent.spec.grid, chunk.step),
-                spent.conditioning.rows(chunk.states.prompts))) for chunk in spent._chunks(1, 0)]
+            found = [made.scoring.value(spent.own, states.prompts, made.policy.image(
+                states.x - spent.spec.grid[step] * made.policy.replay(
+                    spent.conditioning.rows(states.prompts), states.x, spent.spec.grid, step),
+                spent.conditioning.rows(states.prompts))) for step, states, *_ in spent._chunks(1, 0)]
         return torch.cat(found).double().mean().item()
 
-    gradient = {key: value.grad for key, value in made.policy.weights.named.items()}
-    size, values = sum(value.square().sum() for value in gradient.values()).item(), []
+    slope = {key: value.grad for key, value in made.policy.weights.named.items()}
+    size, values = sum(value.square().sum() for value in slope.values()).item(), []
     assert size > 0
     for step in (1.0, -1.0):
-        made.policy.weights.load({key: before[key] - step * 0.01 / size**0.5 * gradient[key] for key in before})
+        made.policy.weights.load({key: before[key] - step * 0.01 / size**0.5 * slope[key] for key in before})
         values.append(reward())
     assert abs((values[0] - values[1]) / 0.02 / size**0.5 - 1) < 0.05  # the loss is minus the mean reward
-    with pytest.raises(UserError, match="gradient"):
-        settings = tiny.config(method="dmd2", parts={"distil": {"ascent": 1.0}}, reward="jpeg_compressibility")
-        composed = rewards.compose(settings.trained, settings.cache)
-        extensions.check(Setup(settings, "pipeline", resolve(settings), trained=composed))
+    for reward in "jpeg_compressibility", {"jpeg_compressibility": 1.0, "scene_soft": 0.0}:
+        with pytest.raises(UserError, match="parts.distil.ascent is 1, but no trained .* set it to 0"):
+            settings = tiny.config(method="dmd2", parts={"distil": {"ascent": 1.0}}, reward=reward)
+            composed = rewards.compose(settings.trained, settings.cache)
+            extensions.check(Setup(settings, "pipeline", resolve(settings), trained=composed))
 
 
 def test_the_student_is_an_ordinary_lora_and_comfyui_s_file_has_all_of_it(tmp_path):
@@ -259,21 +249,24 @@ def test_the_student_is_an_ordinary_lora_and_comfyui_s_file_has_all_of_it(tmp_pa
     assert sizes[0] > 0 and abs(sizes[1] / sizes[0] - 1) < 1e-5
 
 
-def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
-    parts = SMALL | {"adapted": {"encoders": True}}
-    for text in ("base", "student"):
-        made, spent = trainer("dmd2", parts | {"distil": {"batch": 8, "text": text}},
-                              adapter__encoder_targets=["q_proj"])
-        spent.on_drawn(loop.draw(made))
-        encoders = [value for key, value in made.policy.weights.named.items() if key not in spent.live]
-        with torch.no_grad():
-            for value in [*spent.fake.values.values(), *encoders]:
-                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
-        for value in encoders:
-            value.grad = torch.ones_like(value)
-        spent.on_backward(0)
-        assert encoders and all((value.grad == 1).all() == (text == "student") for value in encoders)
-        assert any(value.grad.any() for value in spent.live.values())
+@pytest.mark.parametrize("text", ["base", "student"])
+@pytest.mark.parametrize("method, of", [("dmd2", "MatchedStudent"), ("rlcm", "ConsistentStudent")])
+def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone(method, of, text):
+    kind = {"type": "ConsistencyDistillation", "updates": 2, "jumps": 5} if method == "rlcm" else {}
+    made = tiny.trainer(method=method, parts={"distil": {"batch": 8, "text": text} | kind,
+                                                    "adapted": {"encoders": True}},
+                        train__steps=4, train__lr=1e-2, adapter__encoder_targets=["q_proj"])
+    spent = loop.extension(made, of)
+    spent.on_drawn(loop.draw(made))
+    encoders = [value for key, value in made.policy.weights.named.items() if key not in spent.live]
+    with torch.no_grad():
+        for value in [*(spent.fake.values.values() if method == "dmd2" else ()), *encoders]:
+            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+    for value in encoders:
+        value.grad = torch.ones_like(value)
+    spent.on_backward(0)
+    assert encoders and all((value.grad == 1).all() == (text == "student") for value in encoders)
+    assert any(value.grad.any() for value in spent.live.values())
 
 
 def test_text_once_encodes_each_prompt_once_and_gives_the_same_outputs_without_the_encoders_gradient():
@@ -297,26 +290,18 @@ def test_text_once_encodes_each_prompt_once_and_gives_the_same_outputs_without_t
 def test_the_student_has_a_share_of_the_learning_rate_and_resumes_with_it(tmp_path):
     """The first step of AdamW moves a weight by its rate: lr 1e-2 for an encoder, a quarter of it for the student."""
     parts = {"distil": SMALL["distil"] | {"updates": 1, "lr_share": 0.25}, "adapted": {"encoders": True}}
-
-    def made():
-        return trainer("dmdr", parts, adapter__encoder_targets=["q_proj"], train__epochs=4)
-
-    (one, spent), (two, _) = made(), made()
+    (one, spent), (two, _) = (trainer("dmdr", parts, adapter__encoder_targets=["q_proj"], train__epochs=4)
+                              for _ in range(2))
     before = copies(one.policy.weights.named)
-    one.run_epoch()
+    next_epochs(one, 1)
     moved = {key: (value - before[key]).abs().max().item() for key, value in one.policy.weights.named.items()
              if ".lora_B." in key}
     assert {key in spent.live for key, size in moved.items() if size > 0} == {True, False}
     for key, size in moved.items():
         assert size == pytest.approx(0 if size == 0 else 2.5e-3 if key in spent.live else 1e-2, rel=1e-3)
-    one.epoch = 1
-    one.progress.saved_counters = state.counters(one)
-    state.save(one, tmp_path)
-    [saved] = (tmp_path / "checkpoints").iterdir()
-    state.restore(two, saved)
+    tiny_runs.resume(one, two, tmp_path)
     for each in (one, two):
-        each.epoch = 1
-        each.run_epoch()
+        next_epochs(each, 1)
     assert same(one.policy.weights.named, two.policy.weights.named)
 
 
@@ -353,29 +338,31 @@ def test_micro_batches_change_no_batch():
     spent.on_drawn(loop.draw(made))
     made.geometry.micro_batch = 3
     chunks = [*spent._chunks(0, 5)]
-    assert sum(len(each.noise) for each in chunks) == 8 and max(len(each.noise) for each in chunks) <= 3
-    assert {each.step for each in chunks} == {0, 1, 2, 3} or len(chunks) < 4
+    noises = [noise for _, _, noise, _, _ in chunks]
+    assert sum(map(len, noises)) == 8 and max(map(len, noises)) <= 3
+    assert {step for step, *_ in chunks} == {0, 1, 2, 3} or len(chunks) < 4
     again = [*spent._chunks(0, 5)]
-    assert all(torch.equal(one.noise, other.noise) for one, other in zip(chunks, again))
-    assert not torch.equal(chunks[0].noise, next(spent._chunks(0, 6)).noise)
+    assert all(torch.equal(one, other[2]) for one, other in zip(noises, again))
+    assert not torch.equal(noises[0], next(spent._chunks(0, 6))[2])
 
 
-def test_what_does_not_go_is_refused_in_a_line():
-    for problem, options in (("precision fp16", {"precision": "fp16"}),
-                             ("adapter.rank: 0", {"adapter__rank": 0}),
-                             ("image.sizes", {"image__sizes": [[16, 16]]}),
-                             ("text: student, where no text encoder", {"parts": {"distil": {"text": "student"}}}),
-                             ("after or alone, of a method that trains nothing but",
-                              {"parts": {"distil": {"after": 2}}}),
-                             ("after or alone, of a method that trains nothing but",
-                              {"method": "tdm_r1", "parts": {"distil": {"alone": 2}}}),
-                             ("adapted.denoisers: false",
-                              {"parts": SMALL | {"adapted": {"denoisers": False, "encoders": True}}})):
-        settings = tiny.config(**{"method": "dmd2", "parts": SMALL, "train__steps": 4} | options)
-        with pytest.raises(UserError, match=problem) as refused:
-            extensions.check(Setup(settings, "pipeline", resolve(settings)))
-        assert "\n" not in str(refused.value)
+AFTER = "after or alone, of a method that trains nothing but"
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"precision": "fp16"}, "precision fp16"), ({"adapter__rank": 0}, "adapter.rank: 0"),
+    ({"image__sizes": [[16, 16]]}, "image.sizes"),
+    ({"parts": {"distil": {"text": "student"}}}, "text: student, where no text encoder"),
+    ({"parts": {"distil": {"after": 1}}}, AFTER), ({"method": "tdm_r1", "parts": {"distil": {"alone": 2}}}, AFTER),
+    ({"parts": SMALL | {"adapted": {"denoisers": False, "encoders": True}}}, "adapted.denoisers: false"),
+    ({"method": "dmdr", "parts": {"distil": {"after": 9}}, "train__epochs": 9},
+     "after is 9, but train.epochs is 9, so that nothing would be distilled")])
+def test_what_does_not_go_is_refused_in_a_line(options, told):
+    settings = tiny.config(**{"method": "dmd2", "parts": SMALL, "train__steps": 4} | options)
+    assert told in message(extensions.check, Setup(settings, "pipeline", resolve(settings)))
+
+
+def test_methods_without_a_rollout_of_their_own_read_no_distil():
     for method in ("diffusion_nft", "draft", "reinflow", "expo", "grpo"):
-        with pytest.raises(UserError, match="reads no distil"):
-            resolve(tiny.config(method=method, parts={"distil": {"type": "DistributionMatching"}}),
-                    "tokens" if method == "grpo" else "flow")
+        settings = tiny.config(method=method, parts={"distil": {"type": "DistributionMatching"}})
+        assert "reads no distil" in message(resolve, settings, "tokens" if method == "grpo" else "flow")

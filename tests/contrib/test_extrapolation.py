@@ -83,8 +83,7 @@ def test_a_jump_is_that_of_every_weight_along_its_own_path():
     made, plain = run([0.1] * 3), tiny_text.trainer(train__epochs=8)
     path = []
     for _ in range(3):
-        plain.run_epoch()
-        plain.epoch += 1
+        next_epochs(plain, 1)
         path.append(plain.policy.weights.snapshot())
     next_epochs(made, 3)
     for key, tensor in made.policy.weights.snapshot().items():

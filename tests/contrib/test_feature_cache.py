@@ -127,21 +127,16 @@ def red(outputs, prompts):
 
 def trainer(kind: str | None = "first_block", name: str = "FluxPipeline", method: str = "diffusion_nft", **options):
     pipe, call = pipelines.make(name)
-    settings = tiny.config(method=method, train__lr=1e-2, image__call=call, **(
-        {} if kind is None else {"rollout__cache": kind}) | options)
+    settings = tiny.config(method=method, train__lr=1e-2, image__call=call, rollout__cache=kind, **options)
     torch.manual_seed(settings.seed)
     made = build.make_policy(settings, torch.device("cpu"), pipe)
     return Trainer(settings, Accelerator(cpu=True), made, {"red": red}, ([Prompt(text) for text in tiny.PROMPTS], []))
 
 
-def learned(made) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in made.policy.weights.parameters()]
-
-
 @pytest.mark.parametrize("name, guidance", [("FluxPipeline", 1.0), ("WanPipeline", 4.0)])
 def test_an_epoch_draws_with_it_and_trains_scores_and_evaluates_without(name, guidance):
     made = trainer(name=name, train__guidance=guidance, rollout__cache_threshold=1e9)
-    policy, [cache] = made.policy, [e for e in made.extensions.present if isinstance(e, RolloutCache)]
+    policy, cache = made.policy, loop.extension(made, "RolloutCache")
     conditioning = made.rollouts.conditioning(made.prompts[:1])
     x = policy.run(Segment(GRID, range(1)), conditioning, None, policy.generators([0]))[0]
     def outside() -> list[torch.Tensor]:
@@ -158,10 +153,10 @@ def test_an_epoch_draws_with_it_and_trains_scores_and_evaluates_without(name, gu
 
 def test_a_run_whose_cache_skips_nothing_is_bit_equal_to_one_without():
     with_it, without = trainer(rollout__cache_threshold=1e-9), trainer(None)
-    assert not any(isinstance(each, RolloutCache) for each in without.extensions.present)
+    assert "RolloutCache" not in loop.names(without)
     for made in (with_it, without):
         made.run_epoch()
-    assert all(map(torch.equal, learned(with_it), learned(without)))
+    tiny_runs.assert_same_weights(with_it, without)
     assert with_it.policy.evaluations == without.policy.evaluations
 
 
@@ -179,7 +174,7 @@ def test_samples_of_a_run_are_those_of_the_cache_and_their_scores_those_of_the_p
 
 def test_ratios_of_mag_go_on_from_a_checkpoint(tmp_path):
     made, other = trainer("mag"), trainer("mag")
-    [one], [two] = ([e for e in t.extensions.present if isinstance(e, RolloutCache)] for t in (made, other))
+    one, two = (loop.extension(each, "RolloutCache") for each in (made, other))
     assert one.cache.ratios == two.cache.ratios and len(one.cache.ratios) == 6
     one.cache.ratios[2] += 0.5
     tiny_runs.resume(made, other, tmp_path)

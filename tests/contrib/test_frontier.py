@@ -1,7 +1,7 @@
 """`eval.best: frontier`: its rule on sequences made by hand, and tiny runs."""
 
-import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import extensions
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import error_line, message
 from tests.training.test_best import epochs, in_file, same, saved
 
@@ -89,7 +89,7 @@ def test_the_weights_before_hacking_are_kept_and_reported(hacked):
     assert summary["kept"].startswith("kept the weights of epoch 3, the best by held-out frontier (0.6")
     assert summary["kept"].endswith("; beyond the frontier: epochs 4, 5, 6, by a higher trained reward and a lower "
                                     "gold")
-    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = tiny_runs.lines(config.folder)
     assert [line["frontier/epoch"] for line in lines] == [1, 2, 3, 3, 3, 3]
     assert "held_out/frontier" not in lines[-1]
     assert report.data(config.folder)["sentences"][1]["text"] == "K" + summary["kept"][1:] + "."
@@ -106,23 +106,16 @@ def test_a_resumed_run_keeps_the_same(hacked, tmp_path, end):
     assert same(stored(again.folder, 6, "best/"), stored(config.folder, 6, "best/"))
 
 
-def test_a_run_without_hacking_keeps_the_last(tmp_path):
-    config = settings("image", tmp_path, train__epochs=4)
-    summary = go("image", config, gold=[0.5] * 6)
-    assert summary["kept"].startswith("kept the weights of epoch 4") and "beyond" not in summary["kept"]
-
-
-def test_it_stops_where_the_frontier_ends(tmp_path):
-    config = settings("image", tmp_path, eval__stop={"reward": "frontier", "patience": 2})
-    summary = go("image", config)
-    assert summary["epochs"] == 5 and "stopped: 2 evaluations without a better held-out frontier than that of epoch 3" \
-        in summary["kept"]
-
-
-def test_a_guarded_run_keeps_it_too(tmp_path):
-    config = settings("image", tmp_path, guard__window=4)
+@pytest.mark.parametrize("options, gold, epochs, told", [
+    (dict(train__epochs=4), [0.5] * 6, 4, "^kept the weights of epoch 4((?!beyond).)*$"),  # nothing is hacked
+    (dict(eval__stop={"reward": "frontier", "patience": 2}), GOLD, 5,
+     "stopped: 2 evaluations without a better held-out frontier than that of epoch 3"),
+    (dict(guard__window=4), GOLD, 6, "^kept the weights of epoch 3")], ids=["to its end", "stopped", "guarded"])
+def test_runs_to_the_end_stopped_and_guarded(options, gold, epochs, told, tmp_path):
+    config = settings("image", tmp_path, **options)
     assert reward_of(config) == "hacked" and extensions.best_weights(config, resolve(config)).best.reward == "frontier"
-    assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
+    summary = go("image", config, gold=gold)
+    assert summary["epochs"] == epochs and re.search(told, summary["kept"], re.DOTALL)
 
 
 def test_other_held_out_prompts_begin_anew(tmp_path):

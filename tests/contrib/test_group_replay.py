@@ -11,8 +11,7 @@ from flowgrpo.contrib.group_replay import GroupReplay, priority
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.methods.validate import resolve
-from flowgrpo.training import extensions, sampling, state
+from flowgrpo.training import extensions, sampling
 from flowgrpo.types import Context, RewardColumns, RunState
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
@@ -31,6 +30,9 @@ def trainer(kind: str, prompts: list[str], **replay):
     return found
 
 
+KINDS = [("text", ["1+2=", "33+4="]), ("pictures", ["red", "blue"])]
+
+
 def test_odds_and_kinds_of_groups_by_hand():
     part = GroupReplay(alpha=2.0, certain=math.log(2))
     assert part.odds([1.0, 2.0, 0.5], [0.0, -1.0, 0.0]).tolist() == pytest.approx([4 / 13, 8 / 13, 1 / 13])
@@ -45,7 +47,7 @@ def test_odds_and_kinds_of_groups_by_hand():
     assert not priority(torch.zeros(3), lengths[:3]).any()
 
 
-@pytest.mark.parametrize("kind, texts", [("text", ["1+2=", "33+4="]), ("pictures", ["red", "blue"])])
+@pytest.mark.parametrize("kind, texts", KINDS)
 def test_groups_that_agree_are_replaced_and_keep_the_old_ratio(kind, texts):
     made = trainer(kind, texts)
     first = made.run_epoch()
@@ -93,14 +95,11 @@ def test_samples_that_wait_train_in_a_later_epoch():
     assert [(epoch, rows, old is None) for epoch, rows, old in trained] == [(0, 2, True), (1, 2, True), (1, 2, False)]
 
 
-@pytest.mark.parametrize("kind, texts", [("text", ["1+2=", "33+4="]), ("pictures", ["red", "blue"])])
+@pytest.mark.parametrize("kind, texts", KINDS)
 def test_recorded_groups_are_in_the_checkpoint_and_the_next_epoch_is_the_same(kind, texts, tmp_path):
     made, other = (trainer(kind, texts, more=0.5) for _ in range(2))
-    made.run_epoch()
-    made.epoch = 1
-    made.progress.saved_counters = state.counters(made)
+    tiny_runs.next_epochs(made, 1)
     tiny_runs.resume(made, other, tmp_path)
-    other.epoch = 1
     one, two = made.run_epoch(), other.run_epoch()
     assert one["replayed_groups"] == 1 and one["grad_norm"] == two["grad_norm"] and one["loss"] == two["loss"]
     tiny_runs.assert_same_weights(made, other)
@@ -120,25 +119,18 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
     assert guided is None if learned else guided.all()
 
 
-@pytest.mark.parametrize("options, told", [
-    (dict(parts={"replay": {"type": "GroupReplay"}}, image__sizes=[[16, 16]]), "image.sizes"),
-    (dict(parts={"replay": {"type": "GroupReplay", "recompose": True}}), "reads lengths of texts"),
-    (dict(parts={"replay": {"type": "GroupReplay"}, "plan": {"type": "EachStep"}}), "several groups")])
-def test_what_cannot_be_recorded_is_refused(options, told):
-    settings = tiny.config(**options)
+@pytest.mark.parametrize("parts, options, told", [
+    ({}, dict(image__sizes=[[16, 16]]), "image.sizes"), ({"replay": {"type": "GroupReplay", "recompose": True}}, {},
+                                                         "reads lengths of texts"),
+    ({"plan": {"type": "EachStep"}}, {}, "several groups"), ({}, dict(method="diffusion_nft"), "reads no replay"),
+    ({"selection": {"type": "ResampleCorrect", "n": 2, "rewards": ["proces"]}}, {},
+     "parts.selection.rewards: unknown reward 'proces'"),
+    ({"selection": {"type": "ResampleCorrect", "n": 9, "rewards": ["red"]}}, {},
+     "n is 9, expected at most the 4 samples")])
+def test_what_cannot_be_recorded_or_left_out_is_refused(parts, options, told):
+    settings = tiny.config(parts={"replay": {"type": "GroupReplay"}} | parts, **options)
     with pytest.raises(UserError, match=told):
         extensions.check(loop.setup(settings))
-
-
-def test_missing_targets_and_rewards_are_refused():
-    with pytest.raises(UserError, match="reads no replay"):
-        resolve(tiny.config(method="diffusion_nft", parts={"replay": {"type": "GroupReplay"}}))
-    parts = {"selection": {"type": "ResampleCorrect", "n": 2, "rewards": ["proces"]}}
-    with pytest.raises(UserError, match="parts.selection.rewards: unknown reward 'proces'"):
-        validate.resolve(tiny_runs.config("flow", "flow_grpo", parts), "flow")
-    with pytest.raises(UserError, match="n is 9, expected at most the 4 samples"):
-        validate.resolve(tiny_runs.config("flow", "flow_grpo", {"selection": {
-            "type": "ResampleCorrect", "n": 9, "rewards": ["score"]}}), "flow")
 
 
 @pytest.mark.parametrize("options", [dict(size=0), dict(age=0), dict(alpha=-1.0), dict(more=-0.1)])
@@ -177,15 +169,12 @@ def test_consistent_and_right_samples_stay_in_balance_and_of_the_best_quality():
 
 
 def test_what_is_left_out_is_neither_compared_nor_trained():
-    parts = {"selection": {"type": "Consistent", "n": 2, "rewards": ["process"]},
-             "advantage": {"scale": "none", "order": "rewards"}}
-    settings = tiny.config(method="flow_grpo", parts=parts, reward={"right": 1.0, "process": {"weight": 0.0}})
-    made = tiny.trainer(rewards={"right": tiny.red, "process": tiny.red}, method="flow_grpo", parts=parts,
-                        reward={"right": 1.0, "process": {"weight": 0.0}})
-    assert validate.resolve(settings, "flow").credit.selection == Consistent(2, ("process",))
+    made = tiny.trainer(rewards={"right": tiny.red, "process": tiny.red}, method="flow_grpo", parts={
+        "selection": {"type": "Consistent", "n": 2, "rewards": ["process"]},
+        "advantage": {"scale": "none", "order": "rewards"}}, reward={"right": 1.0, "process": {"weight": 0.0}})
+    assert validate.resolve(made.config, "flow").credit.selection == Consistent(2, ("process",))
     drawn, conditioning, scores = sampling.sample(made, made.prompts[:1])
     given = torch.tensor([[(1.0, 0.2), (1.0, 0.9), (0.0, 0.7), (0.0, 0.1)]])
     [credited] = loop.credit(made, drawn, given, conditioning.prompts)
     assert all(len(taken.parent) == 2 for taken in credited.transitions)
-    expected = group_relative(torch.tensor([[1.0, 0.0]]), "none")[0]
-    torch.testing.assert_close(credited.advantages[0], expected)
+    torch.testing.assert_close(credited.advantages[0], group_relative(torch.tensor([[1.0, 0.0]]), "none")[0])

@@ -1,6 +1,5 @@
 """The guard against collapse: its bounds by hand, planted spikes, returns to the bit, and resume."""
 
-import json
 import math
 
 import numpy as np
@@ -51,20 +50,21 @@ def guard_of(made):
     return loop.extension(made, "Guard")
 
 
-def spiked(made, factor: float):
-    """Multiply the gradient of epoch AT."""
+def spiked(factor: float, **options):
+    """A run before epoch AT, whose gradient is multiplied."""
+    made = made_with(digits, **options)
     def planted(update: int) -> None:
         if made.epoch == AT:
             for parameter in made.optimization.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
     loop.watch(made, on_gradients=planted)
+    next_epochs(made, AT)
+    return made
 
 
 def test_a_huge_gradient_is_taken_back_only_with_a_guard():
-    made = made_with(digits)
-    spiked(made, 1e9)
-    next_epochs(made, AT)
+    made = spiked(1e9)
     before, rate = snapshot(made), made.optimization.scale
     [line] = next_epochs(made, 1)
     assert line["grad_norm"] > 1e6 and line["guard/returns"] == 1
@@ -72,9 +72,7 @@ def test_a_huge_gradient_is_taken_back_only_with_a_guard():
     assert made.lines[-1].startswith(f"epoch {AT + 1}: grad_norm is ") and made.lines[-1].endswith(
         f"so that the run went back to the weights of epoch {AT}, with 0.5 of the learning rate")
     assert next_epochs(made, 2)[-1]["guard/returns"] == 1 and not same_state(snapshot(made), before)
-    made = made_with(digits, guard__window=0, guard__false_alarms=0.01)
-    spiked(made, 1e9)
-    next_epochs(made, AT)
+    made = spiked(1e9, guard__window=0, guard__false_alarms=0.01)
     before = snapshot(made)
     next_epochs(made, 1)
     assert not same_state(snapshot(made), before) and "Guard" not in loop.names(made)
@@ -94,19 +92,10 @@ def test_weights_that_are_not_finite_are_taken_back():
         "learning rate"]
 
 
-class Turning:
-    """A reward that is `digits` less 1 in some epochs. made: the run that it reads the epoch of."""
-
-    def __init__(self, epochs: range):
-        self.epochs, self.made = epochs, None
-
-    def __call__(self, completions, prompts):
-        return [score - (self.made.epoch in self.epochs) for score in digits(completions, prompts)]
-
-
 def turning(epochs: range, **options):
-    score = Turning(epochs)
-    score.made = made = made_with(score, **options)
+    """A run whose reward is `digits` less 1 in some epochs."""
+    made = made_with(lambda completions, prompts: [score - (made.epoch in epochs)
+                                                   for score in digits(completions, prompts)], **options)
     return made
 
 
@@ -201,8 +190,7 @@ def test_a_fall_goes_back_and_the_report_says_so(fallen):
     found = report.data(config.folder)
     assert found["sentences"][1]["text"] == "K" + summary["kept"][1:] + "."
     assert "Returns to good weights" in [chart["title"] for chart in found["charts"]]
-    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["guard/returns"] for line in lines] == [0, 0, 0, 1, 1, 2, 3, 4]
+    assert [line["guard/returns"] for line in tiny_runs.lines(config.folder)] == [0, 0, 0, 1, 1, 2, 3, 4]
 
 
 def test_a_run_may_end_with_its_last_weights(tmp_path):

@@ -4,13 +4,12 @@ servers on this machine."""
 import base64
 import contextlib
 import io
-import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,16 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
+from flowgrpo.config import load
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.contrib.json_api import Http, Meter, Template, value_at
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.failures import TimedOut
+from tests.helpers.chat_endpoint import endpoint
 from tests.helpers.refusals import message
+from tests.helpers.servers import running
+from tests.helpers.tiny_runs import lines
 
 ROOT = Path(__file__).parents[2]
 KEY = "k-2f9a.secret_of-the-test"
@@ -34,26 +37,12 @@ IMAGE = torch.arange(48).view(3, 4, 4) / 255
 @contextlib.contextmanager
 def api(answer: Callable[[dict, dict], tuple[int, object]]) -> Iterator[str]:
     """URL of an API that answers `answer(request, headers)`, a status and JSON, or bytes."""
-    class Answering(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, content = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
-                                     dict(self.headers) | {"path": self.path})
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    def reply(body: dict, number: int) -> tuple[int, dict, object]:
+        path, headers, _ = server.seen[number - 1]
+        status, content = answer(body, headers | {"path": path})
+        return status, {}, content
+    with endpoint(reply) as server:
+        yield server.url.removesuffix("/v1")
 
 
 def scored(url: str, count: int = 1, **settings) -> list:
@@ -214,7 +203,7 @@ def test_wrong_settings_are_told_without_a_key(settings, said):
 
 
 # --- rate and cost ----------------------------------------------------------------------------------------------------
-def test_requests_keep_their_rate_and_budget():
+def test_requests_keep_their_rate_and_budget(monkeypatch):
     meter = Meter(0, None, rate=4.0)
     assert [meter.begin(now) for now in (10.0, 10.0, 10.1, 20.0, 20.25)] == pytest.approx([0, 0.25, 0.4, 0, 0])
     assert [Meter(0, None, None).begin(1.0) for _ in range(3)] == [0, 0, 0]
@@ -224,10 +213,7 @@ def test_requests_keep_their_rate_and_budget():
         assert message(reward, IMAGE[None], ["p"], [{}]) == (
             "reward 'http': 3 requests of this process cost 0.3, and the next would exceed its budget of 0.3: "
             "raise budget in its args, or score fewer samples")
-
-
-def test_processes_share_rate_and_budget(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # processes share both
     meter = Http(url="http://h/s", cost=1, budget=8, rate=10).meter
     assert (meter.budget, meter.rate) == (2, 2.5)
 
@@ -259,56 +245,41 @@ def test_the_key_is_in_no_message(monkeypatch):
 
 
 # --- the example ------------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def example(monkeypatch) -> Iterator[ThreadingHTTPServer]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        from http_reward import Api
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def example(monkeypatch) -> Iterator[str]:
+    """Address of the example's API."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from http_reward import Api
     monkeypatch.setenv("BRAND_KEY", KEY)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Api)) as server:
+        yield f"127.0.0.1:{server.server_port}"
 
 
-def test_the_example_trains_and_leaves_no_key(monkeypatch, tmp_path):
+def test_the_example_trains_and_leaves_no_key(example, tmp_path):
     recipe = (ROOT / "examples" / "http_reward.yaml").read_text(encoding="utf-8")
-    with example(monkeypatch) as server:
-        recipe = recipe.replace("127.0.0.1:8900", f"127.0.0.1:{server.server_port}").replace(
-            "../configs", str(ROOT / "configs"))
-        (tmp_path / "mine.yaml").write_text(recipe)
-        done = subprocess.run(
-            [sys.executable, "-m", "flowgrpo", "train", "mine.yaml", "--train.epochs=1", "--train.group=4",
-             "--train.prompts=2", "--train.steps=4", "--eval.prompts=2", "--eval.steps=2", "--name=brand"],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    recipe = recipe.replace("127.0.0.1:8900", example).replace("../configs", str(ROOT / "configs"))
+    (tmp_path / "mine.yaml").write_text(recipe)
+    done = subprocess.run(
+        [sys.executable, "-m", "flowgrpo", "train", "mine.yaml", "--train.epochs=1", "--train.group=4",
+         "--train.prompts=2", "--train.steps=4", "--eval.prompts=2", "--eval.steps=2", "--name=brand"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     sent, cost = [line for line in done.stderr.splitlines() if line.startswith("reward ")]
     assert sent.startswith("reward 'brand' (http) sends prompts, images and the key in BRAND_KEY to http://127.0.0.1:")
     count = int(cost.split()[3])
     assert count >= 9 and cost == f"reward 'brand' (http): {count} requests cost {count * 1e-4:.10g}"
     [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
-    means = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert any(0 < epoch.get("reward/brand/mean", 0) < 1 for epoch in means)
+    assert any(0 < epoch.get("reward/brand/mean", 0) < 1 for epoch in lines(metrics.parent))
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(written) > 5 and not any(KEY.encode() in file.read_bytes() for file in written)
     assert KEY not in done.stdout + done.stderr
 
 
-def test_the_example_as_it_stands_is_a_recipe(monkeypatch):
-    from flowgrpo.config import load
-    monkeypatch.setenv("BRAND_KEY", KEY)
-    recipe = load(ROOT / "examples" / "http_reward.yaml")
-    rule = recipe.trained["brand"]
-    with example(monkeypatch) as server:
-        url = f"http://127.0.0.1:{server.server_port}/v1/score"
-        reward = rewards.find("http", rule.args | {"url": url})
-        red = torch.zeros(2, 3, 8, 8)
-        red[1, 0] = 1
-        assert reward(red, ["p", "p"], [{}, {}]) == [0.0, 1.0]
-        monkeypatch.setenv("BRAND_KEY", "another")
-        assert message(reward, red, ["p", "p"], [{}, {}]).endswith("answered 401: the key in BRAND_KEY is not accepted")
+def test_the_example_as_it_stands_is_a_recipe(example, monkeypatch):
+    rule = load(ROOT / "examples" / "http_reward.yaml").trained["brand"]
+    reward = rewards.find("http", rule.args | {"url": f"http://{example}/v1/score"})
+    red = torch.zeros(2, 3, 8, 8)
+    red[1, 0] = 1
+    assert reward(red, ["p", "p"], [{}, {}]) == [0.0, 1.0]
+    monkeypatch.setenv("BRAND_KEY", "another")
+    assert message(reward, red, ["p", "p"], [{}, {}]).endswith("answered 401: the key in BRAND_KEY is not accepted")

@@ -57,6 +57,10 @@ def gradient(policy, replayed, part, weights):
     return torch.cat([parameter.grad.flatten() for parameter in policy.weights.parameters()])
 
 
+def alike(found, expected):
+    assert expected.norm() > 0 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+
+
 # Independent samples, a shared initial noise, all steps, a first step that is trained, and micro-batches that cut
 # groups.
 CASES = [(spec(), 4), (spec(roots=1), 4), (spec(trained=(0, 1, 2)), 8), (spec(roots=2), 3), (spec(), 3),
@@ -80,7 +84,7 @@ def test_samples_are_those_without_graphs_and_the_gradient_is_that_of_a_replay(p
         before = policy.evaluations
         found = gradient(policy, read(part, conditioning, micro_batch), part, weights)
         assert policy.evaluations == before and not part.held.outputs and not part.held.covers(part)
-        assert expected.norm() > 0 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+        alike(found, expected)
 
 
 class Line:
@@ -143,13 +147,12 @@ def test_a_part_without_some_samples_keeps_the_graphs_of_the_others(policy, expl
     weights = [each[at] for each, at in zip(advantages, keep)][1:]
     expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
     found = gradient(policy, read(left, conditioning, micro_batch), left, weights)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+    alike(found, expected)
     assert part.with_advantages(advantages, [torch.zeros_like(at) for at in keep]) is None
 
 
 def trainer(kind="flow", method="mix_grpo", **options):
-    made = tiny_runs.config(kind, method, train__updates=1, **options)
-    return tiny_runs.trainer(kind, made)
+    return tiny_runs.trainer(kind, tiny_runs.config(kind, method, train__updates=1, **options))
 
 
 METHODS = ["mix_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo+grpo_guard", "branch_grpo", "tree_rpo", "dance_grpo",
@@ -181,12 +184,10 @@ BESIDE = ["phases_of_prompts", "phases_of_sizes", "two_sizes", "extrapolate", "s
 
 @pytest.mark.parametrize("feature", BESIDE)
 def test_rare_features_of_the_loop_train_alike_beside_it(feature):
-    found = []
-    for names in ([feature], [feature, "one_pass"]):
-        made = features.trainer("image", *names, epochs=3)
-        tiny_runs.next_epochs(made, 3)
-        found.append(made.policy.weights.snapshot())
-    tiny_runs.assert_same_weights(*found, rtol=1e-3, atol=2e-5)
+    made = [features.trainer("image", *names, epochs=3) for names in ([feature], [feature, "one_pass"])]
+    for each in made:
+        tiny_runs.next_epochs(each, 3)
+    tiny_runs.assert_same_weights(*made, rtol=1e-3, atol=2e-5)
 
 
 def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
@@ -196,8 +197,10 @@ def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
         seen = []
         loop.watch(made, on_gradients=lambda update, made=made, seen=seen: seen.append(torch.cat([
             p.grad.flatten() for p in made.policy.weights.parameters()])))
+        before = made.rollouts.target
         line = made.run_epoch()
         assert not one_pass or line["log_ratio_max"] == 0
+        assert made.rollouts.target is before and not isinstance(before, HeldSteps)  # outside of an epoch
         gradients += seen
     replayed, held = gradients  # on a CPU the steps without a graph read a folded LoRA, which rounds otherwise
     assert torch.allclose(held, replayed, rtol=1e-4, atol=1e-5 * replayed.abs().max()) and held.norm() > 0
@@ -255,25 +258,16 @@ def test_a_part_whose_reading_broke_off_is_read_again_from_its_beginning(policy)
     expected = gradient(policy, replay(policy, conditioning, plain, 8), plain, weights)
     next(read(part, conditioning, 3))  # as where memory runs out behind the first rows
     found = gradient(policy, read(part, conditioning, 2), part, weights)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+    alike(found, expected)
 
 
 @pytest.mark.parametrize("options", [{"train__checkpointing": True}, {"train__guidance": 3.0},
                                      {"train__micro_batch": 3}, {"memory__states": "cpu"}], ids=str)
 def test_options_of_a_run_train_alike_beside_it(options):
-    found = []
-    for one_pass in (False, True):
-        made = trainer(train__one_pass=one_pass, **options)
-        tiny_runs.epochs(made)
-        found.append(made.policy.weights.snapshot())
-    tiny_runs.assert_same_weights(*found, rtol=1e-3, atol=2e-5)
-
-
-def test_outside_of_an_epoch_rollouts_keep_nothing():
-    made = trainer(train__one_pass=True)
-    before = made.rollouts.target
-    made.run_epoch()
-    assert made.rollouts.target is before and not isinstance(before, HeldSteps)
+    made = [trainer(train__one_pass=one_pass, **options) for one_pass in (False, True)]
+    for each in made:
+        tiny_runs.epochs(each)
+    tiny_runs.assert_same_weights(*made, rtol=1e-3, atol=2e-5)
 
 
 REFUSED = [
@@ -439,10 +433,9 @@ def test_rows_of_repetitions_and_of_saved_steps():
         "| all_of_10 | 1.00 (0.50, 1.50, 1.00) | 0.50 (0.50, 0.50, 0.50) | 1.00 (0.50, 1.50, 1.00) | "
         "0.50 (0.50, 0.50, 0.50) | 1.50 (1.50, 1.50, 1.50) |")
     assert one_pass_ratio.line("all_of_10", [1.4, 1.0, 1.25]) == "| all_of_10 | 1.25 | 1.40, 1.00, 1.25 |"
-    made = [tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__updates=1, train__one_pass=one_pass))
-            for one_pass in (False, True)]
+    made = [trainer(train__one_pass=one_pass) for one_pass in (False, True)]
     found = one_pass_ratio.ratios(*made, repetitions=2)
-    assert len(found) == 2 and min(found) > 0 and [trainer.epoch for trainer in made] == [2, 2]
+    assert len(found) == 2 and min(found) > 0 and [each.epoch for each in made] == [2, 2]
 
 
 def test_a_folder_without_flow_grpo(monkeypatch, capsys, tmp_path):

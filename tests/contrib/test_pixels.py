@@ -14,7 +14,7 @@ from flowgrpo.contrib.pixels import along, distortion, piqe
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.guards import ssim
 from tests.helpers.refusals import message
-from tests.rewards.test_clip import saved
+from tests.helpers.tiny_scorers import as_pil
 from tests.rewards.test_guards import landscape, spoilt
 from tests.rewards.test_guards import scores_of as scores
 from tests.rewards.test_video_motion import scored, square
@@ -78,7 +78,8 @@ def test_piqe_of_mirrored_and_spoilt_images():
 @pytest.fixture
 def source(tmp_path):
     torch.manual_seed(0)
-    path = saved(tmp_path / "source.png", torch.rand(3, 24, 24))
+    path = str(tmp_path / "source.png")
+    as_pil(torch.rand(3, 24, 24)).save(path)
     return to_tensor(Image.open(path)), path
 
 

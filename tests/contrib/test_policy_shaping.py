@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.contrib.surrogates import PolicyShaping
-from flowgrpo.objectives import Clip, DivergenceMask, surrogate_input
+from flowgrpo.objectives.surrogates import Clip, DivergenceMask, surrogate_input
 from flowgrpo.types import Scored
 from tests.helpers.refusals import message
 from tests.helpers.tables import close, f64

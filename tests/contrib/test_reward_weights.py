@@ -7,17 +7,8 @@ import torch
 
 from flowgrpo import methods, rewards
 from flowgrpo.advantages.group import Advantage, group_relative
+from flowgrpo.contrib import reward_weights
 from flowgrpo.contrib import verdicts as verdicts
-from flowgrpo.contrib.reward_weights import (
-    ForwardCorrected,
-    HardPrompts,
-    Hypervolume,
-    Influence,
-    difficulty,
-    front,
-    hypervolume,
-    mirror_descent,
-)
 from flowgrpo.contrib.verdicts import progress
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
@@ -41,23 +32,24 @@ def columns(*each: list[int]) -> torch.Tensor:
     ((ONE, OTHER), [3, 1], [0.75, 0.25]), ((ONE, OTHER), [1, 0], [1, 0])])
 def test_weights_move_by_their_influence(each, weights, influence):
     moved = [w * math.exp(2 * i) for w, i in zip(weights, influence)]
-    close(mirror_descent(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
+    expected = [sum(weights) * each / sum(moved) for each in moved]
+    close(reward_weights.mirror_descent(columns(*each), f64(weights), 2), expected)
 
 
 def test_the_sum_is_under_adapted_weights_which_keep_their_sum():
     advantages = torch.cat([columns(ONE, OTHER), columns(ONE, NONE), columns(ONE, NONE), columns(ONE, NONE)])
     moved = [math.exp(0.5), math.exp(0.5 / 4)]
-    close(mirror_descent(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
+    close(reward_weights.mirror_descent(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
     # (0, 0, 1, 1) has the deviation sqrt(1/3): advantages of +-sqrt(3)/2, whose square is 3/4, 3/8 under a half.
     share = math.exp(0.375) / (math.exp(0.375) + 1)
     expected = 2 * share * math.sqrt(0.75)
-    found = Influence()(columns([0, 0, 1, 1], [5, 5, 5, 5]), [1, 1])
+    found = reward_weights.Influence()(columns([0, 0, 1, 1], [5, 5, 5, 5]), [1, 1])
     assert found[0].tolist() == pytest.approx([-expected, -expected, expected, expected], abs=1e-7)
-    weights = mirror_descent(columns(ONE, NONE) * 100, f64([1, 3]), 50)
+    weights = reward_weights.mirror_descent(columns(ONE, NONE) * 100, f64([1, 3]), 50)
     close(weights, [4, 0])
-    assert (Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
+    assert (reward_weights.Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
     method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
-    assert method.credit.advantage == Influence(2)
+    assert method.credit.advantage == reward_weights.Influence(2)
 
 
 def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
@@ -65,20 +57,20 @@ def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
     rewards = torch.rand(5, 6, 3, generator=generator, dtype=torch.float64)
     rewards[0, :2, 1] = torch.nan
     weights = [1.0, 0.5, 2.0]
-    close(Influence(rate=0)(rewards, weights), Advantage()(rewards, weights).tolist())
-    assert not torch.allclose(Influence(rate=3)(rewards, weights), Advantage()(rewards, weights))
+    close(reward_weights.Influence(rate=0)(rewards, weights), Advantage()(rewards, weights).tolist())
+    assert not torch.allclose(reward_weights.Influence(rate=3)(rewards, weights), Advantage()(rewards, weights))
     scaled = rewards * f64([10, 1, 100]) + 7  # the scale of a reward is of no consequence
-    assert torch.allclose(Influence()(scaled, weights), Influence()(rewards, weights), atol=1e-6)
-    assert Influence(clamp=0.5)(rewards, weights).abs().max() == 0.5
+    one, other = (reward_weights.Influence()(each, weights) for each in (scaled, rewards))
+    assert torch.allclose(one, other, atol=1e-6)
+    assert reward_weights.Influence(clamp=0.5)(rewards, weights).abs().max() == 0.5
 
 
-@pytest.mark.parametrize("make, told", [
-    (lambda: Influence()(columns(ONE, OTHER), [1, -1]), "expected 0 or more, and one above"),
-    (lambda: Influence()(columns(ONE, OTHER), [0, 0]), "expected 0 or more, and one above"),
-    (lambda: Influence()(columns(ONE, OTHER), [1]), "one weight per reward")])
-def test_what_cannot_be(make, told):
+@pytest.mark.parametrize("weights, told", [
+    ([1, -1], "expected 0 or more, and one above"), ([0, 0], "expected 0 or more, and one above"),
+    ([1], "one weight per reward")])
+def test_what_cannot_be(weights, told):
     with pytest.raises(ValueError, match=told):
-        make()
+        reward_weights.Influence()(columns(ONE, OTHER), weights)
 
 
 # --- over a run ------------------------------------------------------------------------------------------------------
@@ -88,9 +80,9 @@ def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
     advantages = torch.stack([group_relative(each) for each in rewards.unbind(2)], 2)
     weights = f64([1, 1])
     for epoch in range(3):
-        weights = mirror_descent(advantages, weights, 1.0)
+        weights = reward_weights.mirror_descent(advantages, weights, 1.0)
         for _ in range(2):  # a second call of the epoch, as for inner nodes, or after a resume
-            Influence()(rewards, [1, 1], Context(RunState(epoch, memory=memory)))
+            reward_weights.Influence()(rewards, [1, 1], Context(RunState(epoch, memory=memory)))
         close(f64(memory["influence"]["after"]), weights.tolist())
     assert weights[0] > 1.5 and weights.sum() == pytest.approx(2)
 
@@ -99,11 +91,11 @@ def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
     ([], 0), ([[2, 3]], 6), ([[2, 3], [1, 1]], 6), ([[2, 3], [3, 2]], 8), ([[2, 3], [-1, 5]], 6),
     ([[1, 1, 1]], 1), ([[1, 1, 2], [2, 1, 1]], 3), ([[4], [2]], 4)])
 def test_the_volume_below_a_front(points, volume):
-    assert hypervolume(points) == pytest.approx(volume)
+    assert reward_weights.hypervolume(points) == pytest.approx(volume)
 
 
 def test_a_front_and_its_growth():
-    assert front([[1, 1], [2, 0], [1, 1], [2, 2], [0, 3]]) == [[2, 2], [0, 3]]
+    assert reward_weights.front([[1, 1], [2, 0], [1, 1], [2, 2], [0, 3]]) == [[2, 2], [0, 3]]
     # Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs
     # of the released compute_score of dynamic-reward-weighting.
     def rewards(first, second):
@@ -111,7 +103,7 @@ def test_a_front_and_its_growth():
     memory, plain = {}, [-(2**0.5), 2**0.5]
     for epoch, (means, factor) in enumerate([((1, 2), 1), ((2, 1), 1.6423912339), ((1, 1), 0.5)]):
         for _ in range(2):
-            found = Hypervolume()(rewards(*means), [1, 1], Context(RunState(epoch, memory=memory)))
+            found = reward_weights.Hypervolume()(rewards(*means), [1, 1], Context(RunState(epoch, memory=memory)))
             close(found[0], [value * factor for value in plain], 1e-7)
 
 
@@ -120,17 +112,17 @@ def test_a_hard_prompt_with_a_gap_has_longer_advantages():
     rewards = f64([[0, 0, 0, 1], [1, 1, 1, 0]])
     hard, easy = (1 / (1 + math.exp(-z)) for z in (1, -1))
     expected = [2 * each**2 / (hard**2 + easy**2) for each in (hard, easy)]
-    close(difficulty(rewards), expected, 1e-6)
-    found, plain = HardPrompts()(rewards[..., None], [1]), group_relative(rewards)
+    close(reward_weights.difficulty(rewards), expected, 1e-6)
+    found, plain = reward_weights.HardPrompts()(rewards[..., None], [1]), group_relative(rewards)
     torch.testing.assert_close(found, plain * f64(expected)[:, None], rtol=1e-6, atol=0)
-    assert torch.equal(HardPrompts(strength=0)(rewards[..., None], [1]), plain)
-    close(difficulty(f64([[1, 1], [1, 1], [math.nan] * 2])), [1, 1, 1])
+    assert torch.equal(reward_weights.HardPrompts(strength=0)(rewards[..., None], [1]), plain)
+    close(reward_weights.difficulty(f64([[1, 1], [1, 1], [math.nan] * 2])), [1, 1, 1])
 
 
 def test_misses_and_forward_correction():
     """A verifier accepts 1 of 10 wrong samples and rejects 3 of 10 right ones."""
     right, wrong = columns([1] * 7 + [0] * 3), columns([1] + [0] * 9)
-    correct = ForwardCorrected(misses=0.3)
+    correct = reward_weights.ForwardCorrected(misses=0.3)
     assert correct(right, [1]).mean().item() == pytest.approx(0)
     assert correct(wrong, [1]).mean().item() == pytest.approx(-0.6)
     assert correct(columns([math.nan, 1, 0]), [1])[0].tolist() == pytest.approx([0, 0.3, -0.7])
@@ -141,7 +133,7 @@ def test_misses_and_forward_correction():
     later = columns([0] * 6, [0] * 4 + [nan] * 2)
     for epoch, (batch, rate) in enumerate([(first, 0.25), (later, 10 / 6 / (10 / 6 + 6))]):
         for _ in range(2):
-            found = ForwardCorrected()(batch, [1, 1], Context(RunState(epoch, memory=memory)))
+            found = reward_weights.ForwardCorrected()(batch, [1, 1], Context(RunState(epoch, memory=memory)))
             close(found, (batch[..., 0] - 1 + rate).tolist())
 
 

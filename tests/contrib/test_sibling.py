@@ -23,9 +23,10 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.samplers.rollout import generators
-from flowgrpo.training import extensions, memory
+from flowgrpo.training import checks, extensions, memory
 from tests.helpers import loop, tiny
-from tests.helpers.tiny_runs import assert_same_weights
+from tests.helpers.refusals import only_line
+from tests.helpers.tiny_runs import assert_same_weights, lines, same
 
 PROMPTS = [Prompt(f"{number} {text}") for number in range(6) for text in tiny.PROMPTS]
 ONE = {"parts__plan": {"size": 1}}  # SDE step, as of two the last is not trained
@@ -59,7 +60,6 @@ def of(made):
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
-
 def test_a_projection_by_hand():
     u, v = span(torch.diag(torch.tensor([2.0, 5.0, 0.0])), 1)
     torch.testing.assert_close(u.abs(), torch.tensor([[0.0], [1.0], [0.0]]))
@@ -67,6 +67,8 @@ def test_a_projection_by_hand():
     down, up = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[4.0], [5.0], [6.0]])
     project(down, up, u, v)
     torch.testing.assert_close(up @ down, torch.tensor([[4.0, 0.0, 12.0], [0.0, 0.0, 0.0], [6.0, 0.0, 18.0]]))
+    u, v = span(torch.zeros(4, 3), 2)  # an equal weight has no directions
+    assert u.shape == (4, 0) and v.shape == (3, 0)
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 4, 3, 3), (1100, 1050)])
@@ -87,22 +89,21 @@ def test_nothing_is_left_in_the_span(shape):
     assert not torch.equal(before, once)
 
 
-def test_an_equal_weight_has_no_directions():
-    u, v = span(torch.zeros(4, 3), 2)
-    assert u.shape == (4, 0) and v.shape == (3, 0)
-
-
 def test_epochs_take_turns_by_their_share(turbo):
-    def places(share: float) -> list[int]:
+    for share, places in ((0.5, [1, 3, 5, 7]), (0.25, [3, 7]), (0.75, [1, 2, 3, 5, 6, 7])):
         made = of(trainer(turbo, train__sibling="replay", train__sibling_share=share, **ONE))
-        return [epoch for epoch in range(8) if made.replays(epoch)]
-
-    assert places(0.5) == [1, 3, 5, 7]
-    assert places(0.25) == [3, 7]
-    assert places(0.75) == [1, 2, 3, 5, 6, 7]
+        assert [epoch for epoch in range(8) if made.replays(epoch)] == places
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
+def of_stock(turbo, lora=None) -> torch.Tensor:
+    """The image of the stock pipeline, with a LoRA of a folder."""
+    stock = load_pipeline(str(turbo))
+    if lora:
+        stock.load_lora_weights(lora)
+    return stock("red", generator=torch.Generator().manual_seed(4), num_inference_steps=3, guidance_scale=1.0,
+                 output_type="pt", **tiny.CALL).images.float()
+
 
 def test_inside_the_policy_is_the_sibling_and_outside_itself_to_the_bit(turbo):
     made = trainer(turbo)
@@ -113,13 +114,9 @@ def test_inside_the_policy_is_the_sibling_and_outside_itself_to_the_bit(turbo):
     for inside in (False, True):
         with policy.reference(), worn.on() if inside else policy.reference():
             drawn.append(policy.generate(conditioning, generators([4]), 3, 1.0))
-    stock = load_pipeline(str(turbo))
-    image = stock("red", generator=torch.Generator().manual_seed(4), num_inference_steps=3, guidance_scale=1.0,
-                  output_type="pt", **tiny.CALL).images
-    torch.testing.assert_close(drawn[1], image.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drawn[1], of_stock(turbo), rtol=1e-4, atol=1e-5)
     assert (drawn[0] - drawn[1]).abs().max() > 1e-2
-    after = tiny.weights(policy)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert same(before, tiny.weights(policy))
     assert policy.pipe.scheduler is policy.stock is policy.driver.stock is not worn.scheduler
 
 
@@ -129,11 +126,7 @@ def test_with_the_lora_it_draws_as_the_stock_pipeline_with_the_file(turbo, tmp_p
     policy.weights.save(tmp_path)
     with of(made).worn.on():
         drawn = policy.generate(policy.encode(["red"]), generators([4]), 3, 1.0)
-    stock = load_pipeline(str(turbo))
-    stock.load_lora_weights(tmp_path)
-    image = stock("red", generator=torch.Generator().manual_seed(4), num_inference_steps=3, guidance_scale=1.0,
-                  output_type="pt", **tiny.CALL).images
-    torch.testing.assert_close(drawn, image.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drawn, of_stock(turbo, tmp_path), rtol=1e-4, atol=1e-5)
 
 
 def test_only_weights_that_differ_are_held_and_a_lacking_guidance_is_zero():
@@ -164,7 +157,6 @@ def test_its_weights_count_in_every_phase_of_the_memory(turbo):
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def finished(turbo, tmp_path_factory):
     """A run that is measured on its sibling on the way, and its weights chosen there."""
@@ -176,9 +168,8 @@ def finished(turbo, tmp_path_factory):
 @pytest.mark.fast
 def test_a_run_keeps_the_weights_that_are_best_on_its_sibling(finished):
     config, summary = finished
-    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    gains = [line["on/gain"] for line in lines]
-    assert len({*gains}) == 3 and all(line["on/edge_width"] > 0 for line in lines)
+    gains = [line["on/gain"] for line in lines(config.folder)]
+    assert len({*gains}) == 3 and all(line["on/edge_width"] > 0 for line in lines(config.folder))
     assert f"kept the weights of epoch {1 + gains.index(max(gains))}, the best by held-out on" in summary["kept"]
 
 
@@ -202,8 +193,7 @@ def test_a_run_that_is_killed_and_resumed_replays_the_same(turbo, tmp_path):
     options = dict(train__sibling="replay", train__epochs=4, train__save_every=1, train__keep=9, **ONE)
     whole = settings(tmp_path / "whole", turbo, **options)
     go(whole)
-    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["on/epoch"] for line in lines] == [0, 1, 0, 1]
+    assert [line["on/epoch"] for line in lines(whole.folder)] == [0, 1, 0, 1]
     half = settings(tmp_path / "half", turbo, **options)
     shutil.copytree(whole.folder, half.folder)
     shutil.rmtree(half.folder / kept.FOLDER)
@@ -272,7 +262,6 @@ def test_a_text_run_reads_no_sibling():
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
 def test_the_steps_of_a_sibling_are_its_cards_or_asked_for(turbo, tmp_path):
     config = load(None, {"model": "starter"})
     assert sibling_of(config, "starter_consistency") == Sibling("starter_consistency", 4, 1.0)
@@ -284,9 +273,14 @@ def test_the_steps_of_a_sibling_are_its_cards_or_asked_for(turbo, tmp_path):
     hyper = load(None, {"model": "starter", "eval.on": {"lora": "Hyper-FLUX-8steps.safetensors", "lora_scale": 0.125}})
     assert [(lora.path, lora.scale) for lora in sibling.setting(hyper).files(hyper).loras_with_scales] == [
         ("Hyper-FLUX-8steps.safetensors", 0.125)]
-    for model, said in (("starter", "is the model that the run trained"), ("other", "not known as a model of few")):
+    for model, said in (("starter", "is the model that the run trained"),
+                        ("other", r"other is not known .*: check the name, or give its steps \(--on-steps\)")):
         with pytest.raises(UserError, match=said):
             sibling_of(config, model)
+    with pytest.raises(UserError, match=r"eval.on: other is not known .* give its steps \(eval.on.steps\)"):
+        sibling.setting(load(None, {"model": "starter", "eval.on": {"model": "other"}}))
+    with pytest.raises(UserError, match="eval.on.lora is 'Hyper-FLUX-8steps.safetensors', which has no LoRA"):
+        checks.check(hyper)
 
 
 @pytest.fixture(scope="module")
@@ -337,11 +331,11 @@ def test_the_command_measures_a_finished_run_on_a_packaged_sibling(starter_run, 
     (["--on", "starter_consistency", "--steps", "2"], "--steps: does not go with --on"),
     (["--suite", "starter", "--weights", "1"], "--weights: does not go with --suite"),
     (["--on", "starter_consistency", "--weights", "1,1"], "expected different numbers above 0"),
+    (["--on", "starter_consistency", "--weights", "-1"], "expected numbers above 0"),
+    (["--on", "starter", "--on-lora", "none-8steps.safetensors"], "--on-lora is 'none-8steps.safetensors', which has"),
     ([], "expected --suite")])
 def test_what_cannot_be_measured_is_one_line(starter_run, options, said, capsys):
-    assert main(["eval", str(starter_run.folder), *options]) == 2
-    error = capsys.readouterr().err.strip()
-    assert said in error and "\n" not in error
+    assert said in only_line(capsys, "eval", starter_run.folder, *options)
 
 
 def test_a_run_without_a_gain_or_a_lora_has_nothing_to_keep(finished, starter_run, tmp_path):

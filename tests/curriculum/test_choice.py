@@ -13,17 +13,8 @@ from flowgrpo.advantages.group import Pooled, group_relative
 from flowgrpo.config import Config
 from flowgrpo.contrib.curricula import CategoryBandit, PredictedDifficulty, predict_rates
 from flowgrpo.contrib.variants import Variations
-from flowgrpo.curriculum import order
+from flowgrpo.curriculum import history, order
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.history import (
-    GradientVariance,
-    InformationGain,
-    OppositePairs,
-    Retention,
-    VarianceSampling,
-    gradient_norms,
-    share_out,
-)
 from flowgrpo.curriculum.order import EpochPermutation, Knapsack, ThompsonSampling, allocate, value
 from flowgrpo.curriculum.resampling import ExtraRollouts
 from flowgrpo.data import sets
@@ -33,7 +24,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
 from flowgrpo.types import Context, PromptGroups
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
 
 POOL = [Prompt(f"p{i}", metadata={"task": "abc"[i % 3]}) for i in range(12)]
@@ -77,16 +68,16 @@ def test_prompts_come_from_the_likeliest_category():
 
 
 def test_the_score_of_variance_sampling_by_hand():
-    part, memory = VarianceSampling(variance=1.0, diversity=0.5), {}
+    part, memory = history.VarianceSampling(variance=1.0, diversity=0.5), {}
     eighth = [0.0] * 7 + [1.0]
     part.learn(memory, drawn([(POOL[0], [0.0] * 8), (POOL[1], [1.0] * 8), (POOL[2], eighth), (POOL[3], HALF * 2)],
                              [0.0, 0.4, 0.0, 1.0]))
     assert [part.score(memory, prompt) for prompt in POOL[:5]] == pytest.approx([0, 0.2, 7 / 64, 0.75, 0.75])
-    assert VarianceSampling(share=0.0)(POOL, 5, 3, 1, None, memory, 8) == sets.draw(POOL, 5, 3, 1)
-    part = VarianceSampling(share=1.0, variance=1.0, diversity=0.0)
+    assert history.VarianceSampling(share=0.0)(POOL, 5, 3, 1, None, memory, 8) == sets.draw(POOL, 5, 3, 1)
+    part = history.VarianceSampling(share=1.0, variance=1.0, diversity=0.0)
     chosen = {prompt.text for epoch in range(30) for prompt in part(POOL, 4, epoch, 0, None, memory, 8)}
     assert chosen == {prompt.text for prompt in POOL} - {"p0", "p1"}
-    half = VarianceSampling(variance=1.0, diversity=0.0)(POOL, 12, 0, 0, None, memory, 8)
+    half = history.VarianceSampling(variance=1.0, diversity=0.0)(POOL, 12, 0, 0, None, memory, 8)
     assert len({prompt.text for prompt in half}) == 12  # a share by score, and all others in turn
 
 
@@ -102,15 +93,15 @@ def test_a_run_measures_the_diversity_of_its_groups(made):
 
 
 def test_a_posterior_forgets_on_two_scales():
-    part, memory = InformationGain(keep=0.5, others=0.75), {"beliefs": {"p0": [5.0, 3.0], "p1": [5.0, 9.0]}}
+    part, memory = history.InformationGain(keep=0.5, others=0.75), {"beliefs": {"p0": [5.0, 3.0], "p1": [5.0, 9.0]}}
     part.learn(memory, drawn([(POOL[0], HALF), (POOL[0], ALL)]))
     assert memory["beliefs"]["p0"] == [0.5 * 5 + 0.5 + 6, 0.5 * 3 + 0.5 + 2]
     assert memory["beliefs"]["p1"] == [1 + 0.75 * 4, 1 + 0.75 * 8]
     sure = {"beliefs": {prompt.key: [1e7 * (i + 1), 1e7 * (19 - i)] for i, prompt in enumerate(POOL)}}
-    assert InformationGain(candidates=9, power=1.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[9]]  # p = 10/20
-    assert InformationGain(candidates=9, power=3.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[4]]  # p = 5/20
+    assert history.InformationGain(candidates=9, power=1.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[9]]  # p = 10/20
+    assert history.InformationGain(candidates=9, power=3.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[4]]  # p = 5/20
     # The published gain p (1 - p)^2 is largest at p = 1/3; 6/20 and 7/20 have .1470 and .1479.
-    assert InformationGain(candidates=9)(POOL, 1, 0, 0, None, sure, 4) == [POOL[6]]
+    assert history.InformationGain(candidates=9)(POOL, 1, 0, 0, None, sure, 4) == [POOL[6]]
     for _ in range(6):  # a rate that moves from 0.1 to 0.6 is followed
         part.learn(memory, drawn([(POOL[1], [1.0, 1.0, 1.0, 0.0, 0.0])]))
     a, b = memory["beliefs"]["p1"]
@@ -119,12 +110,12 @@ def test_a_posterior_forgets_on_two_scales():
 
 def test_the_hardest_or_the_most_varied_prompts_are_retained():
     memory = {"rates": {"p0": [0.2, 0.8, 0.2], "p1": [0.1, 0.1, 0.1], "p2": [0.0, 0.0, 0.9], "p3": [1.0]}}
-    hard = Retention(after=2, keep=2)
+    hard = history.Retention(after=2, keep=2)
     assert hard(POOL, 3, 1, 5, None, memory, 4) == sets.draw(POOL, 3, 1, 5)
     assert {prompt.text for prompt in hard(POOL, 2, 2, 5, None, memory, 4)} == {"p0", "p1"}
     hard.learn(memory, drawn([(POOL[1], ALL)]))
     assert {prompt.text for prompt in hard(POOL, 2, 3, 5, None, memory, 4)} == {"p0", "p2"}
-    one = Retention(after=1, by="variance")
+    one = history.Retention(after=1, by="variance")
     assert {prompt.text for prompt in one(POOL, 4, 1, 0, None, memory, 4)} == {"p2"}  # 0.18, of p0 0.08
     memory["rates"]["p0"] = [0.0, 1.0]
     assert {prompt.text for prompt in one(POOL, 4, 2, 0, None, memory, 4)} == {"p2"}  # chosen once
@@ -132,11 +123,11 @@ def test_the_hardest_or_the_most_varied_prompts_are_retained():
 
 def test_rates_by_softmax_and_pairs_of_rare_outcomes_by_hand():
     memory = {"rates": {"p0": [1 / 8], "p1": [7 / 8], "p2": [0.0], "p3": [1.0], "p4": [0.5]}}
-    pair = OppositePairs()(POOL, 4, 0, 0, None, memory, 8)
+    pair = history.OppositePairs()(POOL, 4, 0, 0, None, memory, 8)
     assert [prompt.text for prompt in pair[:2]] == ["p0", "p1"] and len({prompt.text for prompt in pair}) == 4
     advantages = group_relative(torch.tensor([[1.0] + [0.0] * 7, [0.0] + [1.0] * 7]))
     assert advantages[0, 0] == -advantages[1, 0] == pytest.approx(7 / math.sqrt(8))
-    assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == sets.draw(POOL, 4, 3, 0)
+    assert history.OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == sets.draw(POOL, 4, 3, 0)
     # "a cat" and "a dog" share one of three features, a cosine of 1/3: weights 1 and exp(-(2/3) / 0.5) of .9 and .1.
     other = math.exp(-(2 / 3) / 0.5)
     found = predict_rates(["a cat", "a dog"], ["a cat", "a dog"], [0.9, 0.1], 0.5)
@@ -181,7 +172,8 @@ def test_further_groups_are_trained_and_compared_as_one():
 
 
 PARTS = [{"type": "CategoryBandit", "key": "sign"}, {"type": "VarianceSampling"}, {"type": "InformationGain"},
-         {"type": "Retention", "after": 1}, {"type": "OppositePairs"}, {"type": "PredictedDifficulty"}]
+         {"type": "Retention", "after": 1}, {"type": "OppositePairs"}, {"type": "PredictedDifficulty"},
+         {"type": "ThompsonSampling"}]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=[part["type"] for part in PARTS])
@@ -193,20 +185,20 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
     trainer, other = made(), made()
     loop.draw(trainer)
     trainer.epoch, trainer.progress.saved_counters = 1, state.counters(trainer)
-    state.save(trainer, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    tiny_runs.resume(trainer, other, tmp_path)
     assert other.memory == trainer.memory != {}
     assert trainer.method.curriculum(trainer.prompts, 2, 1, 0, None, trainer.memory, 4) == \
         other.method.curriculum(other.prompts, 2, 1, 0, None, other.memory, 4)
 
 
 @pytest.mark.parametrize("part, wrong", [
-    (CategoryBandit, dict(temperature=0.0)), (CategoryBandit, dict(window=-1)), (VarianceSampling, dict(share=2.0)),
-    (InformationGain, dict(others=2.0)), (Retention, dict(keep=0)), (OppositePairs, dict(share=0.0)),
-    (PredictedDifficulty, dict(references=0)), (PredictedDifficulty, dict(fresh=2.0)), (ExtraRollouts, dict(most=0)),
-    (ThompsonSampling, dict(target=1.5)), (ThompsonSampling, dict(keep=-0.1)), (ThompsonSampling, dict(candidates=0)),
-    (ThompsonSampling, dict(prior=0.0)), (GradientVariance, dict(each=0)), (GradientVariance, dict(keep=2.0)),
-    (Knapsack, dict(each=0)), (Knapsack, dict(keep=2.0)), (Pooled, dict(scale="batch")), (Pooled, dict(clamp=0.0))])
+    (CategoryBandit, dict(temperature=0.0)), (CategoryBandit, dict(window=-1)), (PredictedDifficulty, dict(fresh=2.0)),
+    (PredictedDifficulty, dict(references=0)), (history.VarianceSampling, dict(share=2.0)),
+    (history.InformationGain, dict(others=2.0)), (history.Retention, dict(keep=0)), (ExtraRollouts, dict(most=0)),
+    (history.OppositePairs, dict(share=0.0)), (history.GradientVariance, dict(each=0)), (Knapsack, dict(each=0)),
+    (history.GradientVariance, dict(keep=2.0)), (Knapsack, dict(keep=2.0)), (ThompsonSampling, dict(candidates=0)),
+    (ThompsonSampling, dict(target=1.5)), (ThompsonSampling, dict(keep=-0.1)), (ThompsonSampling, dict(prior=0.0)),
+    (Pooled, dict(scale="batch")), (Pooled, dict(clamp=0.0))])
 def test_impossible_numbers(part, wrong):
     [(name, value)] = wrong.items()
     line = message(part, **wrong, error=ValueError)
@@ -248,21 +240,14 @@ def test_the_policy_writes_variants_of_what_it_sometimes_solves():
 LARGE_POOL = [Prompt(f"p{i}") for i in range(200)]
 
 
-def told(part: ThompsonSampling, memory: dict, prompts: list[Prompt], totals: torch.Tensor, epoch: int = 0) -> None:
-    drawn = EpochBatch(LARGE_POOL, epoch, 10, 0, Processes())
-    drawn.add(prompts, totals[..., None], totals)
-    part.learn(memory, drawn)
-
-
 def test_the_posterior_by_hand():
-    part = ThompsonSampling(keep=0.5, prior=1.0)
-    memory: dict = {}
-    told(part, memory, [LARGE_POOL[0]], torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
+    part, memory = ThompsonSampling(keep=0.5, prior=1.0), {}
+    part.learn(memory, drawn([(POOL[0], [1.0, 1.0, 0.0, 1.0])]))
     assert memory["beliefs"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
-    told(part, memory, [LARGE_POOL[0], Prompt("a hint")], torch.tensor([[0.0, 0.0, torch.nan, 0.0], [1.0] * 4]))
+    part.learn(memory, drawn([(POOL[0], [0.0, 0.0, math.nan, 0.0]), (Prompt("a hint"), ALL)]))
     assert memory["beliefs"] == {"p0": [2.5, 4.5]}  # of 3 samples; 0.5 * 4 + 0.5 + 0 and 0.5 * 2 + 0.5 + 3
     assert order.update_beta(3.0, 2.0, 0.25, 8, 1.0, 1.0) == (5.0, 8.0)  # without forgetting: Beta's own
-    assert "rewards from 0 to 2" in message(lambda: told(part, memory, [LARGE_POOL[0]], torch.tensor([[0.0, 2.0]])))
+    assert "rewards from 0 to 2" in message(part.learn, memory, drawn([(POOL[0], [0.0, 2.0])]))
 
 
 def test_prompts_of_middling_rates_are_drawn():
@@ -274,7 +259,10 @@ def test_prompts_of_middling_rates_are_drawn():
         assert len({prompt.key for prompt in batch}) == 8
         own = np.array([rates[int(prompt.text[1:])] for prompt in batch])
         chosen += own.tolist() if epoch >= 60 else []
-        told(part, memory, batch, torch.from_numpy((rng.random((8, 8)) < own[:, None]).astype(np.float64)), epoch)
+        totals = torch.from_numpy((rng.random((8, 8)) < own[:, None]).astype(np.float64))
+        found = EpochBatch(LARGE_POOL, epoch, 10, 0, Processes())
+        found.add(batch, totals[..., None], totals)
+        part.learn(memory, found)
     middling = np.mean([0.3 <= rate <= 0.7 for rate in chosen])
     assert middling > 0.6  # of prompts drawn evenly 0.4
 
@@ -290,20 +278,6 @@ def test_candidates_near_the_target():
     assert len(ThompsonSampling()(LARGE_POOL[:3], 7, 0, 0, None, {}, 8)) == 7
 
 
-def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tmp_path):
-    def made():
-        return tiny_text.trainer(tiny_text.policy(), method="grpo+mopps")
-    trainer, other = made(), made()
-    trainer.run_epoch()
-    trainer.epoch = 1
-    trainer.progress.saved_counters = state.counters(trainer)
-    state.save(trainer, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
-    assert other.memory == trainer.memory and len(trainer.memory["beliefs"]) == 2
-    drawn = [each.method.curriculum(each.prompts, 2, 1, 0, None, each.memory, 4) for each in (trainer, other)]
-    assert drawn[0] == drawn[1]
-
-
 RATES = (0.05, 0.2, 0.5, 0.95)
 
 
@@ -317,8 +291,7 @@ def test_budgets_of_groups_and_prompts():
     memory = {"beliefs": {"a": [1.0, 19.0], "b": [4.0, 16.0], "c": [10.0, 10.0], "d": [19.0, 1.0]}}
     found = Knapsack(each=4)(pool[:4], 16, 0, 0, None, memory, 2)
     asked = list(dict.fromkeys(found))
-    rates = {"a": 0.05, "b": 0.2, "c": 0.5, "d": 0.95}
-    assert [found.count(prompt) for prompt in asked] == allocate([rates[p.text] for p in asked], 16, 2)
+    assert [found.count(prompt) for prompt in asked] == allocate([RATES["abcd".index(p.text)] for p in asked], 16, 2)
     assert sorted(p.text for p in asked) == list("abcd") and found.count(pool[1]) > found.count(pool[3]) == 1
     assert len(set(Knapsack(each=4)(pool, 16, 0, 0, None, {}, 2))) == 4
     assert Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2) == [Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2)[0]] * 3
@@ -343,13 +316,13 @@ def test_groups_of_one_prompt_and_units_by_hand():
     assert Pooled("none")(missing, [1.0], Context(groups=PromptGroups(["x", "x"]))).tolist() == [
         [pytest.approx(2 / 3), 0], [pytest.approx(-1 / 3)] * 2]
     # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
-    assert share_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
-    assert share_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
-    assert share_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
-    assert share_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
+    assert history.share_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
+    assert history.share_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
+    assert history.share_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # one without gradient: the least
+    assert history.share_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
     logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
     mask = torch.tensor([[True, True, False], [True, True, False]])
-    assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
+    assert history.gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
 
 
 def test_an_epoch_learns_and_the_next_one_reads_it():
@@ -366,7 +339,7 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
 # --- GVM -------------------------------------------------------------------------------------------------------------
 def test_norms_of_right_samples_decide_the_next_epochs_groups():
     pool = [Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d")]
-    part, memory = GradientVariance(each=4, keep=1.0), {}
+    part, memory = history.GradientVariance(each=4, keep=1.0), {}
     drawn = SimpleNamespace(pool=pool, prompts=pool[:2], totals=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
                             norms=[torch.tensor([3.0, 9.0]), torch.tensor([9.0, 1.0])])
     part.learn(memory, drawn)

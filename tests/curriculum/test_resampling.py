@@ -1,8 +1,5 @@
 """Groups that are replaced or get hints: by hand, and in whole epochs of texts and of images."""
 
-import json
-import shutil
-
 import pytest
 import torch
 
@@ -12,9 +9,8 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.run import run
 from flowgrpo.training import credit
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
 
 POOL = [Prompt(text) for text in "abcdef"]
@@ -33,8 +29,7 @@ def drawn(*turns: list[tuple[str, list[float]]]) -> EpochBatch:
 def test_replacements_are_fresh_and_disagree():
     found = drawn([("a", MIXED), ("b", AGREED), ("c", [0.0, 0.0, 0.0])])
     pairs = DynamicSampling()(found)
-    assert [place for place, _ in pairs] == [1, 2]
-    assert {prompt.text for _, prompt in pairs} < {"d", "e", "f"}
+    assert [place for place, _ in pairs] == [1, 2] and {prompt.text for _, prompt in pairs} < {"d", "e", "f"}
     assert DynamicSampling()(found) == pairs  # of the seed, the epoch and the turn alone
     assert [prompt.text for prompt in found.replace(pairs)] == [prompt.text for _, prompt in pairs]
     assert found.standing() == [0]
@@ -142,25 +137,15 @@ def test_turns_have_noise_of_their_own():
 
 
 def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
-    def made(name: str, epochs: int, **options):
-        settings = tiny_text.config(tmp_path / name, method="dapo+mopps+dynamic_sampling", train__epochs=epochs,
+    def arguments(folder, **options):
+        settings = tiny_text.config(folder, method="dapo+mopps+dynamic_sampling",
                                     parts={"curriculum": {"candidates": 2}}, **options)
         return settings, dict(pipe=tiny_text.model(), functions={"short": tiny_text.short},
                               prompts=[Prompt(text) for text in tiny_text.PROMPTS])
-    whole, given = made("whole", 3)
-    run(whole, **given)
-    part, given = made("part", 3, train__save_every=1, train__keep=3)
-    run(part, **given)
-    for name in ("after.json", "last.json"):
-        (part.folder / "report" / name).unlink()
-    for epoch in (2, 3):
-        shutil.rmtree(part.folder / "checkpoints" / f"epoch-0000{epoch}")
-    _, given = made("part", 3)
-    run(part, resume=True, **given)
-    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    whole, part = tiny_runs.whole_and_resumed(arguments, tmp_path)
+    one, two = (folder / "adapter_model.safetensors" for folder in (whole, part))
     assert one.read_bytes() == two.read_bytes()
-    redrawn = [json.loads(line).get("redrawn_groups", 0) for line in (whole.folder / "metrics.jsonl").open()]
-    assert sum(redrawn) > 0
+    assert sum(line.get("redrawn_groups", 0) for line in tiny_runs.lines(whole)) > 0
 
 
 def test_images_are_redrawn_too():

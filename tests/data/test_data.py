@@ -19,9 +19,9 @@ from flowgrpo.config import Config
 from flowgrpo.data import hub, sets, sources
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts, of_records
 from flowgrpo.data.sets import draw, resolve, split
-from flowgrpo.errors import UserError, slip
+from flowgrpo.errors import slip
 from flowgrpo.starter import scenes
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,9 +42,8 @@ def test_txt_jsonl_and_published_formats(tmp_path):
     lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
               "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},
              {"question": "He owes $2.50 twice.", "answer": "It is #### or so\n#### -5"}]
-    file = write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))
-    assert load_prompts(file) == [Prompt(lines[0]["question"], metadata={"answer": "1203"}),
-                                  Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
+    assert load_prompts(write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))) == [
+        Prompt(line["question"], metadata={"answer": answer}) for line, answer in zip(lines, ("1203", "-5"))]
     row = {"question": "3 and 4?", "answer": 7, "source": "own", "tag": "sums"}
     expected = [Prompt("3 and 4?", metadata={"answer": 7, "source": "own", "tag": "sums"})]
     assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == expected
@@ -126,8 +125,6 @@ def test_parquet_is_read_with_dates_and_decimals(tmp_path):
         Prompt("a dog, big", metadata={"task": "two"})]
     rows = [{"prompt": "a cat", "metadata": '{"n": 2}'}]
     assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat", metadata={"n": 2})]
-    rows = [{"question": "3 and 4?", "answer": "3+4\n#### 7"}]
-    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("3 and 4?", metadata={"answer": "7"})]
     moment = datetime(2026, 5, 1, 12, 30)
     rows = [{"prompt": "a cat", "day": moment.date(), "at": moment, "hour": moment.time(), "weight": Decimal("2.5"),
              "count": Decimal("3.00"), "score": math.nan, "long": timedelta(hours=1), "fine": True,
@@ -148,20 +145,17 @@ def test_parquet_files_that_are_wrong_or_harm(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["a"] * 2_000_000}), file)
     assert file.stat().st_size < 10_000
     assert "p.parquet: 2,000,000 rows, expected 1,048,576 at most: split it" in message(load_prompts, file)
-    file = table(tmp_path / "p.parquet", [{"text": "a", "url": "b"}])
-    assert message(load_prompts, file) == f"prompts {file}, line 1: expected the column 'prompt', got text, url"
-    file = table(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
-    assert "line 2: expected a text under 'prompt', got None" in message(load_prompts, file)
-    file = table(tmp_path / "p.parquet", [{"prompt": "a", "metadata": "{"}])
-    assert "line 1: not valid JSON" in message(load_prompts, file)
+    for rows, told in (([{"text": "a", "url": "b"}], "line 1: expected the column 'prompt', got text, url"),
+                       ([{"prompt": "a"}, {"prompt": None}], "line 2: expected a text under 'prompt', got None"),
+                       ([{"prompt": "a", "metadata": "{"}], "line 1: not valid JSON")):
+        assert message(load_prompts, table(file, rows)).startswith(f"prompts {file}, {told}")
     assert "not a .parquet file that can be read" in message(load_prompts, write(tmp_path, "q.parquet", "prompt\n"))
 
 
 def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
     file = table(tmp_path / "p.parquet", [{"prompt": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert message(load_prompts, file).startswith(f"{file} needs pyarrow.parquet (") and \
-        message(load_prompts, file).endswith("pip install 'flowgrpo[parquet]'")
+    refused(rf"^{file} needs pyarrow.parquet \(.*pip install 'flowgrpo\[parquet\]'$", load_prompts, file)
 
 
 @pytest.mark.parametrize("name, text, told", [
@@ -256,8 +250,7 @@ def test_missing_files_and_names_without_owner():
 def test_a_share_of_the_texts_is_held_out(share, expected):
     prompts = named(*(f"p{i}" for i in range(30)), *(f"p{i}" for i in range(10)))  # ten texts come twice
     train, held = split(prompts, share, seed=3)
-    assert len({p.text for p in held}) == expected
-    assert not {p.text for p in train} & {p.text for p in held}
+    assert len({p.text for p in held}) == expected and not {p.text for p in train} & {p.text for p in held}
     assert Counter(p.text for p in train + held) == Counter(p.text for p in prompts)
 
 
@@ -351,24 +344,15 @@ def test_starter_prompts_are_what_the_script_builds():
         assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
 
 
-def test_starter_prompts_are_disjoint():
+def test_starter_prompts_are_different_on_their_side_and_of_each_task_equally_often():
     train, held = resolve(Config())
-    texts = [p.text for p in train], [p.text for p in held]
-    assert len(texts[0]) == len(set(texts[0])) == 600
-    assert not set(texts[0]) & set(texts[1])
-
-
-def test_starter_prompts_are_on_their_side():
-    for prompts, side in zip(resolve(Config()), (False, True)):
+    assert len(train) == len({p.text for p in train}) == 600 and not {p.text for p in train} & {p.text for p in held}
+    for prompts, side in ((train, False), (held, True)):
         for prompt in prompts:
             claims = scenes.parse(prompt.text)
             prefix = prompt.text[:len(prompt.text) - len(claims.caption())]
             assert claims.caption(prefix) == prompt.text and claims.task == prompt.metadata["task"]
             assert scenes.is_reserved(claims, prefix) == side
-
-
-def test_starter_tasks_are_sampled_equally_often():
-    train, held = resolve(Config())
     weights = Counter()
     for prompt in train:
         weights[prompt.metadata["task"]] += prompt.weight
@@ -376,7 +360,7 @@ def test_starter_tasks_are_sampled_equally_often():
     assert Counter(p.metadata["task"] for p in held) == dict.fromkeys(scenes.TASKS, 40)
 
 
-def test_files_of_the_configuration_and_deep_json(tmp_path):
+def test_files_of_the_configuration(tmp_path):
     file = write(tmp_path, "p.txt", "\n".join(f"p{i}" for i in range(20)))
     train, held = resolve(Config(prompts=str(file), held_out=0.25, seed=1))
     assert (len(train), len(held)) == (15, 5)
@@ -384,8 +368,6 @@ def test_files_of_the_configuration_and_deep_json(tmp_path):
     other = write(tmp_path, "h.txt", "p0\nq\n")
     assert [p.text for p in resolve(Config(prompts=str(file), held_out=str(other)))[1]] == ["p0", "q"]
     assert [p.text for p in resolve(Config(held_out=str(other)))[1]] == ["p0", "q"]
-    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
-    assert "line 1: not valid JSON: nested too deeply" in message(lambda: load_prompts(tmp_path / "deep.jsonl"))
 
 
 @pytest.fixture
@@ -409,8 +391,7 @@ def test_a_cut_image_is_found_with_file_and_line(prompts, tmp_path):
     caught = message(sources.require, prompts)
     assert caught.startswith(f"prompts {tmp_path}/p.jsonl, line 2, 'image': {tmp_path}/b.jpg cannot be read")
     cut(prompts[2])
-    with pytest.raises(UserError, match=r"line 2, .*\(and 1 more of 3 prompts\)"):
-        sources.require(prompts)
+    refused(r"line 2, .*\(and 1 more of 3 prompts\)", sources.require, prompts)
     assert sources.count_lost(prompts) == 2
 
 
@@ -432,9 +413,8 @@ def test_what_was_found_is_kept_beside_the_runs(prompts, tmp_path, monkeypatch):
 
 def test_another_prompt_stands_in_for_a_lost_one(prompts):
     cut(prompts[0])
-    lost = [sources.fault(prompt) is not None for prompt in prompts]
-    assert lost == [True, False, False]
-    assert sources.stand_ins(prompts[:2], lost[:2], prompts) == [prompts[2], prompts[1]]
+    assert [sources.fault(prompt) is not None for prompt in prompts] == [True, False, False]
+    assert sources.stand_ins(prompts[:2], [True, False], prompts) == [prompts[2], prompts[1]]
     assert sources.stand_ins(prompts[:1], [True], prompts) == [prompts[1]]
     cut(prompts[1])
     cut(prompts[2])
@@ -459,13 +439,14 @@ def dataset(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", ["", "?streaming=true", "?column=caption"])
 def test_rows_become_prompts_and_other_columns_metadata(dataset, options):
-    prompts = sets.load(dataset + options)
-    assert [prompt.text for prompt in prompts] == ["a red hat", "two owls", "a bell"]
-    assert [prompt.metadata for prompt in prompts] == [{"level": 3, "tags": ["hat"]}, {"tags": []},
-                                                       {"level": 1, "tags": ["bell", "brass"]}]
+    assert [(prompt.text, prompt.metadata) for prompt in sets.load(dataset + options)] == [
+        ("a red hat", {"level": 3, "tags": ["hat"]}), ("two owls", {"tags": []}),
+        ("a bell", {"level": 1, "tags": ["bell", "brass"]})]
 
 
-def test_each_text_once(dataset, tmp_path):
+def test_each_text_once_splits_and_limits(dataset, tmp_path):
+    assert len(hub.load(f"{dataset}?split=test")) == 1
+    assert [prompt.text for prompt in hub.load(f"{dataset}?limit=2")] == ["a red hat", "two owls"]
     file = tmp_path / "org" / "captions" / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[1], *ROWS, {"caption": " a bell "}]))
     prompts = sets.load(f"{dataset}?column=caption&unique=true&limit=2")
@@ -473,18 +454,11 @@ def test_each_text_once(dataset, tmp_path):
     assert len(sets.load(f"{dataset}?unique=true")) == 3
 
 
-def test_split_and_limit(dataset):
-    assert len(hub.load(f"{dataset}?split=test")) == 1
-    assert [prompt.text for prompt in hub.load(f"{dataset}?limit=2")] == ["a red hat", "two owls"]
-
-
-@pytest.mark.parametrize("source, message", [
+@pytest.mark.parametrize("source, told", [
     ("?column=prompt", "there is no column 'prompt'; there are caption, level, tags"),
     ("?split=nope", "the dataset does not load"),
     ("?limit=0", "limit is '0', expected a number of rows above 0"),
     ("?streaming=yes", "streaming is 'yes', expected true or false"),
     ("?colum=caption", "unknown option 'colum': did you mean 'column'?")])
-def test_mistakes_name_the_option(dataset, source, message):
-    with pytest.raises(UserError) as caught:
-        hub.load(dataset + source)
-    assert message in str(caught.value)
+def test_mistakes_name_the_option(dataset, source, told):
+    assert told in message(hub.load, dataset + source)

@@ -23,7 +23,7 @@ from flowgrpo.text.targets import RecordedCompletions
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.policies.pipelines.test_image_latents import saved
 from tests.test_train import align, epoch, gradient, metrics
 
@@ -56,9 +56,8 @@ def test_a_prompt_per_pair_with_what_is_known_of_its_text(tmp_path):
                       ("old", "a.png", "c.png"), ("green", "a.png", "c.png"),
                       verdicts={1: "rejected", 2: "tie"})
     split = [Prompt("red", "dull", {"task": "colour"}, weight=2.0)], [Prompt("old")]
-    told = [{"chosen": str(tmp_path / chosen), "rejected": str(tmp_path / rejected), "preferred": verdict}
-            for chosen, rejected, verdict in (("a.png", "b.png", 1), ("a.png", "b.png", 1), ("a.png", "c.png", 1),
-                                              ("b.png", "c.png", 0.5), ("b.png", "a.png", 0))]
+    told = [{"chosen": f"{tmp_path}/{one}.png", "rejected": f"{tmp_path}/{two}.png", "preferred": verdict}
+            for one, two, verdict in (("a", "b", 1), ("a", "b", 1), ("a", "c", 1), ("b", "c", 0.5), ("b", "a", 0))]
     red = Prompt("red", "dull", {"task": "colour"} | told[0], weight=2.0)
     train, held = in_place(load(None, {"preferences": file}), split)
     assert held is split[1] and train == [red, Prompt("blue", metadata=told[1]), Prompt("green", metadata=told[2])]
@@ -86,14 +85,10 @@ def test_who_labels_is_trained_on_and_the_rest_is_measured():
     of_eval = list(run_rewards.rewards_by_name(by_file, []))
     assert of_eval == ["scene", "jpeg_compressibility", "sharpness"]
     assert "'preferred' compares the samples of a group" in message(run_rewards.rewards_by_name, by_file, ["preferred"])
-
-
-def test_the_files_verdicts_as_a_reward():
     told = [{"preferred": verdict} for verdict in (1.0, 1.0, 0.0, 0.0, 0.5, 0.5)]
     assert preferred(torch.zeros(6, 3, 2, 2), ["a"] * 6, told, 2) == [1, 0, 0, 1, 0.5, 0.5]
     for metadata, group in (([{}, {}], 2), (told[:3], 3)):
-        with pytest.raises(UserError, match="reward 'preferred' is what a file says of recorded pairs"):
-            preferred(None, ["a"] * group, metadata, group)
+        refused("'preferred' is what a file says of recorded pairs", preferred, None, ["a"] * group, metadata, group)
 
 
 @pytest.mark.parametrize("options, told", [
@@ -107,9 +102,12 @@ def test_the_files_verdicts_as_a_reward():
     ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"},
      "labels is 'rewards', but preferences is not set")])
 def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
-    config = load(None, {"preferences": "pairs.jsonl", "train.group": 2} | options)
-    with pytest.raises(UserError, match=told):
-        validate.check_recorded_pairs(loop.setup(config))
+    not_recorded(told, options)
+
+
+def not_recorded(told: str, options: dict, kind: str | None = None) -> None:
+    config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2} | options)
+    refused(told, validate.check_recorded_pairs, loop.setup(config, kind))
 
 
 # --- what it teaches -------------------------------------------------------------------------------------------------
@@ -222,8 +220,7 @@ def test_a_file_of_texts_and_its_mistakes(tmp_path):
                       ({"chosen": "b\0", "rejected": "b"}, "the text under 'chosen' holds"),
                       ({"chosen": "a", "rejected": "b", "margins": {"tone": "1"}}, "finite numbers under 'margins'")):
         file.write_text(json.dumps({"prompt": "a"} | row))
-        with pytest.raises(UserError, match=told):
-            load_pairs(file, text=True)
+        refused(told, load_pairs, file, text=True)
 
 
 def test_the_recorded_texts_are_the_groups_with_their_log_probabilities(tmp_path):
@@ -274,10 +271,9 @@ def test_simpo_reads_no_reference_and_starts_at_its_margin(tmp_path):
     run = text_trainer(text_pairs(tmp_path), method="simpo")
     [part], conditioning, _ = sampling.sample(run, run.prompts)
     [(_, _, new)] = run.rollouts.replay(part, conditioning)
-    mean = (new.logp.detach().sum(1) / new.mask.sum(1))
+    mean = new.logp.detach().sum(1) / new.mask.sum(1)
     expected = shown(torch.nn.functional.softplus(1.0 - 2.0 * (mean[::2] - mean[1::2])), new.mask)
-    assert not run.method.compares_with_reference
-    assert run.run_epoch()["loss"] == pytest.approx(expected, abs=1e-5)
+    assert not run.method.compares_with_reference and run.run_epoch()["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("options, told", [
@@ -285,33 +281,23 @@ def test_simpo_reads_no_reference_and_starts_at_its_margin(tmp_path):
     ({"text.engine_precision": "bf16"}, "text.engine or text.engine_precision is set too"),
     ({"train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group: 2")])
 def test_what_does_not_go_with_recorded_texts_is_refused(options, told):
-    config = load(None, {"model": "starter_text", "method": "dpo", "preferences": "pairs.jsonl", "train.group": 2}
-                  | options)
-    with pytest.raises(UserError, match=told):
-        validate.check_recorded_pairs(loop.setup(config, "causal_lm"))
+    not_recorded(told, {"model": "starter_text"} | options, "causal_lm")
 
 
 def test_masked_models_sampling_parts_and_long_texts_are_refused(tmp_path):
-    config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2})
-    with pytest.raises(UserError, match="trains traces of an unmasking, which recorded completions have none of"):
-        validate.check_recorded_pairs(loop.setup(config, "masked_lm"))
-    drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
+    not_recorded("trains traces of an unmasking, which recorded completions have none of", {}, "masked_lm")
+    drawn = load(None, {"method": "dpo", "preferences": "p.jsonl", "train.group": 2, "parts.spread.type": "StepGroups"})
     assert "trains recorded pairs of completions reads no spread" in message(resolve, drawn, "tokens")
     run = text_trainer(text_pairs(tmp_path, [("1+2=", "1234567", "4")]), train__prompts=1)
-    with pytest.raises(UserError, match=r"the chosen text of the prompt '1\+2=' has 8 tokens, its end included, and "
-                                        "text.max_tokens is 6"):
-        run.rollouts.require(run.prompts)
+    assert ("the chosen text of the prompt '1+2=' has 8 tokens, its end included, and text.max_tokens is 6"
+            in message(run.rollouts.require, run.prompts))
 
 
 def test_a_whole_run_measures_the_rewards_and_draws_nothing_to_train_on(tmp_path):
-    settings = load(None, {
-        "model": "starter_text", "method": "dpo", "preferences": text_pairs(tmp_path), "prompts": "starter_text",
-        "reward": "exact_match", "output": str(tmp_path), "name": "run", "device": "cpu", "precision": "fp32",
-        "tracker": "none", "text.max_tokens": 5, "adapter.rank": 2, "train.group": 2, "train.prompts": 4,
-        "train.micro_batch": 8, "train.epochs": 1, "eval.prompts": 2, "eval.grid": 2})
+    settings = tiny_text.config(
+        tmp_path, model="starter_text", preferences=text_pairs(tmp_path), prompts="starter_text", reward="exact_match",
+        text__max_tokens=5, held_out=0.1, train__epochs=1, eval__grid=2, **TEXT_DPO)
     assert resolve(settings, "tokens").loss.surrogate == PairLoss()
-    summary = run(settings)
-    assert summary["rewards"] == {"trained": {"preferred": 1.0}, "measured": ["exact_match"]}
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert lines[0]["reward/preferred/mean"] == 0.5
+    assert run(settings)["rewards"] == {"trained": {"preferred": 1.0}, "measured": ["exact_match"]}
+    [line] = metrics(settings.folder)
+    assert line["loss"] == pytest.approx(math.log(2), abs=1e-6) and line["reward/preferred/mean"] == 0.5

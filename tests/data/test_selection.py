@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 
 from flowgrpo import rewards
-from flowgrpo.data.prompt_writer import (
-    caption_errors,
-    corrupt,
-    critiques,
-    load_templates,
-    of_answer,
-    variants,
-    with_inversions,
-)
+from flowgrpo.data import prompt_writer
+from flowgrpo.data.prompt_writer import caption_errors, corrupt, critiques, load_templates, with_inversions
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.selection import best_mixture, deduplicate, mix, rank, within
-from flowgrpo.errors import UserError
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def texts(prompts: list[Prompt]) -> list[str]:
@@ -70,12 +62,12 @@ def test_variants_keep_references_and_lines_lose_numbers():
         asked.append(messages[0]["content"])
         return answers[asked[-1].rpartition("\n")[2]]
 
-    written = variants(known, 3, ask)
+    written = prompt_writer.variants(known, 3, ask)
     assert [(prompt.text, prompt.metadata, prompt.weight) for prompt in written] == [
         ("three owls", {"count": 3}, 2.0), ("owls, three of them", {"count": 3}, 2.0), ("a small cat", {}, 1.0)]
     assert all("3 times" in text for text in asked) and len(asked) == 2
     answer = 'Here are two prompts:\n1. "a red hat"\n2) two owls\n\n- 3 cats'
-    assert of_answer(answer) == ["a red hat", "two owls", "3 cats"]
+    assert prompt_writer.of_answer(answer) == ["a red hat", "two owls", "3 cats"]
 
 
 TEMPLATES = """
@@ -88,35 +80,28 @@ metadata: {task: zoo}
 """
 
 
-def write(folder, text: str = TEMPLATES):
-    (folder / "templates.yaml").write_text(text)
-    return load_templates(folder / "templates.yaml")
-
-
 def test_templates_give_all_combinations_and_take_turns(tmp_path):
-    prompts = write(tmp_path).write(100, seed=0)
-    assert len({prompt.text for prompt in prompts}) == len(prompts) == 2 * 2 + 3 * 2
-    facts = {prompt.text: prompt.metadata for prompt in prompts}
+    (tmp_path / "templates.yaml").write_text(TEMPLATES)
+    templates = load_templates(tmp_path / "templates.yaml")
+    facts = {prompt.text: prompt.metadata for prompt in templates.write(100, seed=0)}
+    assert len(facts) == len(templates.write(100, seed=0)) == 2 * 2 + 3 * 2
     assert facts["two owls"] == {"task": "zoo", "count": 2, "animal": "owl"}
     assert facts["a green cat"] == {"task": "zoo", "colour": "green", "animal": "cat"}
-    templates = write(tmp_path)
-    first = [prompt.text for prompt in templates.write(4, seed=0)]
-    assert sum(text.startswith("a ") for text in first) == 2
-    assert first == [prompt.text for prompt in templates.write(4, seed=0)]
-    assert any(first != [prompt.text for prompt in templates.write(4, seed=seed)] for seed in range(1, 4))
+    first, again, *others = (texts(templates.write(4, seed=seed)) for seed in (0, 0, 1, 2, 3))
+    assert sum(text.startswith("a ") for text in first) == 2 and first == again
+    assert any(first != other for other in others)
 
 
-@pytest.mark.parametrize("text, message", [
+@pytest.mark.parametrize("text, told", [
     ("slots: {}", "expected a list under 'templates'"),
     ("templates: ['{animl}']\nslots: {animal: [owl]}", "has the slot 'animl': did you mean 'animal'?"),
     ("templates: ['{animal']\nslots: {animal: [owl]}", "the template '{animal' is not one"),
     ("templates: ['{animal}']\nslots: {animal: []}", "slots.animal: got [], expected a list of words"),
     ("template: ['x']\ntemplates: ['x']", "unknown key 'template': did you mean 'templates'?"),
     ("templates: [", "is not valid YAML: expected the node content")])
-def test_mistakes_name_the_key(tmp_path, text, message):
-    with pytest.raises(UserError) as caught:
-        write(tmp_path, text)
-    assert message in str(caught.value)
+def test_mistakes_name_the_key(tmp_path, text, told):
+    (tmp_path / "templates.yaml").write_text(text)
+    assert told in message(load_templates, tmp_path / "templates.yaml")
 
 
 CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."
@@ -137,8 +122,8 @@ def test_errors_of_captions_are_one_word_that_is_rewarded():
     answer = made.metadata["answer"]
     assert caption_errors(prompts, seed=1) == [made] and answer in made.text
     assert made.metadata["task"] == "caption_error"
-    texts = [f"<answer>{answer}</answer>", f"<answer>{answer} house</answer>", made.metadata["right"]]
-    found = rewards.score({"r": rewards.find("exact_match")}, texts, ["p"] * 3, [made.metadata] * 3)
+    given = [f"<answer>{answer}</answer>", f"<answer>{answer} house</answer>", made.metadata["right"]]
+    found = rewards.score({"r": rewards.find("exact_match")}, given, ["p"] * 3, [made.metadata] * 3)
     assert found[:, 0].tolist() == [1, 0, 0]
     assert "none of 1 prompt has a caption" in message(lambda: caption_errors(prompts[1:]))
 
@@ -153,17 +138,13 @@ def test_a_fifth_of_the_prompts_are_critiques_of_both_kinds():
     asked = [prompt for prompt in made if prompt.metadata.get("task") == "critique"]
     assert len(made) == 10 and sorted(prompt.metadata["answer"] for prompt in asked) == ["right", "wrong"]
     assert all("solutions" not in prompt.metadata for prompt in made) and made == critiques(solved(10, 10), 0.2)
-    half = critiques(solved(10, 2), 0.5)
-    verdicts = [prompt.metadata["answer"] for prompt in half[8:]]
-    assert len(half) == 16 and verdicts.count("wrong") == 2
-    always = [float(verdict == "right") for verdict in (p.metadata["answer"] for p in critiques(solved(8, 8), 0.6)[8:])]
-    assert sum(always) / len(always) == 0.5  # a critic that always says right scores the base rate
+    half, even = ([prompt.metadata["answer"] for prompt in critiques(solved(*counts), share)[8:]]
+                  for counts, share in (((10, 2), 0.5), ((8, 8), 0.6)))
+    assert len(half) == 8 and half.count("wrong") == 2
+    assert even.count("right") / len(even) == 0.5  # a critic that always says right scores the base rate
     for prompt in asked:
         number = int(prompt.text.rpartition("s")[2])
         assert prompt.metadata["answer"] == ("right" if number < 10 else "wrong")
-
-
-def test_too_few_solutions_are_an_error():
     assert "2 solutions for 8 critiques" in message(lambda: critiques(solved(1, 1), 0.5))
     assert "has 'x', expected" in message(lambda: critiques([Prompt("q", metadata={"solutions": ["x"]})]))
 
@@ -177,6 +158,5 @@ def test_an_inverted_question_has_all_other_choices_for_its_answer():
     found = rewards.score({"r": rewards.find("multi_choice")}, ["<answer>A</answer>", "<answer>C, A</answer>"],
                           ["p"] * 2, [turned.metadata] * 2)
     assert found[:, 0].tolist() == [0.5, 1]
-    with pytest.raises(UserError, match="is .'D'., expected of"):
-        with_inversions([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
+    refused("is .'D'., expected of", with_inversions, [Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
     assert "none of 1 prompt has metadata.choices" in message(lambda: with_inversions(prompts[1:]))

@@ -19,9 +19,8 @@ from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import require_judgeable
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 PACKAGED = [name for name, one in sets.SETS.items() if one.is_packaged]
 COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (3000, 1018),
@@ -61,10 +60,9 @@ def test_a_packaged_set_is_a_suite_with_its_categories(name, categories):
 
 
 def test_shares_and_pairs_in_place_of_test_sets():
-    with pytest.raises(UserError, match="prompts: geneval brings held-out prompts of its own"):
-        sets.require_suited(parse.validate({"prompts": "geneval", "held_out": 0.3}))
+    assert "prompts: geneval brings held-out prompts of its own" in message(
+        sets.require_suited, parse.validate({"prompts": "geneval", "held_out": 0.3}))
     sets.require_suited(parse.validate({"prompts": "general", "held_out": 0.3}))
-    assert "partiprompts" in message(lambda: sets.require_suited(parse.validate({"prompts": "partiprompts"})))
     sets.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))
 
 
@@ -142,8 +140,7 @@ def test_prompts_are_a_set_a_file_or_a_dataset_in_every_command(tmp_path):
     (tmp_path / "own.txt").write_text("a red star\n")
     assert [prompt.text for prompt in sets.resolve_prompts(tmp_path / "own.txt")] == ["a red star"]
     assert sets.resolve_prompts("starter") == sets.load(sets.SETS["starter"].train)
-    with pytest.raises(UserError, match="^prompts 'startr': no such set: did you mean 'starter'"):
-        sets.resolve_prompts("startr")
+    refused("^prompts 'startr': no such set: did you mean 'starter'", sets.resolve_prompts, "startr")
 
 
 GENEVAL = '{"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [], "prompt": "two owls"}\n'
@@ -154,13 +151,16 @@ DPG = ("item_id,text,proposition_id,dependency,category_broad,question_natural_l
        "12,A bell.,1,0,entity,Is there a bell?\n")
 
 
-def loaded(folder, name: str, text: str):
-    (folder / name).write_text(text)
+def loaded(folder, name: str, content: str | list[dict]):
+    if isinstance(content, str):
+        (folder / name).write_text(content)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(content), folder / name)
     suite = load_suite(str(folder / name))
     return suite, [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases]
 
 
-@pytest.mark.parametrize("name, text, form, expected", [
+@pytest.mark.parametrize("name, content, form, expected", [
     ("any.jsonl", GENEVAL, "geneval", [("two owls", {
         "tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": []}, ("counting",))]),
     ("any.tsv", 'Prompt\tCategory\tChallenge\tNote\nan owl says "hi\tAnimals\tBasic\t\n', "partiprompts",
@@ -184,35 +184,35 @@ def loaded(folder, name: str, text: str):
     ("non_spatial_val.txt", "an owl reads\n", "t2i_compbench", [("an owl reads", {}, ("non_spatial",))]),
     ("list.txt", 'An owl.\nA "quoted" hen.\n', "prompts", [("An owl.", {}, ()), ('A "quoted" hen.', {}, ())]),
     ("own.jsonl", '{"prompt": "an owl", "metadata": {"task": "birds"}}\n', "flowgrpo",
-     [("an owl", {"task": "birds"}, ("birds",))])])
-def test_a_format_is_told_by_its_content(tmp_path, name, text, form, expected):
-    suite, cases = loaded(tmp_path, name, text)
+     [("an owl", {"task": "birds"}, ("birds",))]),
+    ("geneval.parquet", [{"tag": "counting", "include": [{"class": "owl", "count": 2}], "prompt": "two owls"}],
+     "geneval", [("two owls", {"tag": "counting", "include": [{"class": "owl", "count": 2}]}, ("counting",))]),
+    ("questions.parquet", [{"question": "3 and 4?", "answer": "3+4\n#### 7"}], "questions",
+     [("3 and 4?", {"answer": "7"}, ())]),
+    ("own.parquet", [{"prompt": "an owl", "category": "birds", "n": 1}], "flowgrpo",
+     [("an owl", {"category": "birds", "n": 1}, ("birds",))])])
+def test_a_format_is_told_by_its_content(tmp_path, name, content, form, expected):
+    suite, cases = loaded(tmp_path, name, content)
     assert (suite.form, cases) == (form, expected) and suite.name == name.rpartition(".")[0]
 
 
-def test_a_folder_of_files_is_one_suite(tmp_path):
-    files = {"color_train": "a red owl", "color_val": "a blue owl\na red hen", "shape_val": "a round hat"}
+@pytest.mark.parametrize("files, texts, categories", [
+    ({"color_train": "a red owl", "color_val": "a blue owl\na red hen", "shape_val": "a round hat"},
+     ["a blue owl", "a red hen", "a round hat"], {"color": [0, 1], "shape": [2]}),
+    ({"0": "An owl.", "whoops4": "A hat."}, ["An owl.", "A hat."], {"dpg": [0], "whoops": [1]})])
+def test_a_folder_of_files_is_one_suite(tmp_path, files, texts, categories):
+    """T2I-CompBench's, without those for training, and DPG's of one line each."""
     for name, text in files.items():
         (tmp_path / f"{name}.txt").write_text(text + "\n")
     suite = load_suite(str(tmp_path))
-    assert [prompt.text for prompt in suite.prompts] == ["a blue owl", "a red hen", "a round hat"]
-    assert suite.categories == {"color": [0, 1], "shape": [2]}
+    assert ([prompt.text for prompt in suite.prompts], suite.categories) == (texts, categories)
+    assert suite.form == ("dpg" if "dpg" in categories else "t2i_compbench")
 
 
-def test_the_questions_of_dpg_are_those_that_a_reward_asks(tmp_path):
+def test_the_questions_of_dpg_and_a_prompt_of_two_categories(tmp_path):
     suite, _ = loaded(tmp_path, "any.csv", DPG)
     assert [of_list(prompt.metadata["questions"]) for prompt in suite.prompts] == [
         [Question("Is there a hat?", "yes"), Question("Is it on a hen?", "yes")], [Question("Is there a bell?", "yes")]]
-
-
-def test_a_folder_of_one_line_files_is_dpgs(tmp_path):
-    for name, text in [("0", "An owl."), ("whoops4", "A hat.\n")]:
-        (tmp_path / f"{name}.txt").write_text(text)
-    suite = load_suite(str(tmp_path))
-    assert (suite.form, suite.categories) == ("dpg", {"dpg": [0], "whoops": [1]})
-
-
-def test_a_prompt_counts_in_each_of_its_categories(tmp_path):
     suite, _ = loaded(tmp_path, "any.csv", UNIGEN + '1,Fog.,"{""Testpoints"": [""Style""]}"\n')
     assert suite.categories == {"Attribute": [0], "Style": [0, 1]}
 
@@ -229,19 +229,13 @@ def test_a_prompt_counts_in_each_of_its_categories(tmp_path):
     ("any.txt", "\n \n", "holds no prompt"),
     ("any.png", "", "expected a file that ends in .jsonl, .csv")])
 def test_a_broken_suite_is_told(tmp_path, name, text, told):
-    with pytest.raises(UserError, match=told) as error:
-        loaded(tmp_path, name, text)
-    assert "\n" not in str(error.value)
+    refused(told, loaded, tmp_path, name, text)
 
 
-@pytest.mark.parametrize("name, told", [
-    ("nothing", "no suite 'nothing': expected one that `flowgrpo list prompts` lists, a file"),
-    ("./no/such/file.csv", "no suite './no/such/file.csv': expected one"),
-    ("some/birds/folder", "no suite 'some/birds/folder': expected .* with or without one of its files behind it"),
-    ("no/file.csv", "no suite 'no/file.csv': expected one")])
-def test_a_suite_that_is_not_there_is_told(name, told):
-    with pytest.raises(UserError, match=told):
-        load_suite(name)
+def test_a_suite_that_is_not_there_is_told():
+    for name, told in (("nothing", "one that `flowgrpo list prompts` lists, a file"), ("./no/such/file.csv", "one"),
+                       ("some/birds/folder", ".* with or without one of its files behind it"), ("no/file.csv", "one")):
+        refused(f"no suite '{name}': expected {told}", load_suite, name)
 
 
 def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
@@ -256,8 +250,7 @@ def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     suite = load_suite("some/birds")
     assert (suite.name, suite.form, suite.categories) == ("birds", "drawbench", {"Birds": [0]})
-    with pytest.raises(UserError, match="no suite 'some/fish': it is no path, and as a hub dataset it does not load"):
-        load_suite("some/fish")
+    refused("no suite 'some/fish': it is no path, and as a hub dataset it does not load", load_suite, "some/fish")
     (folder / "snapshots" / "abc" / "more").mkdir()
     (folder / "snapshots" / "abc" / "more" / "fish.csv").write_text("Prompts,Category\nA cod.,Fish\n")
     for name in ("some/birds/more/fish.csv", "some/birds:more/fish.csv"):
@@ -271,28 +264,14 @@ def test_a_folder_as_datasets_lie_on_the_hub(tmp_path):
     """Splits in parquet, with a licence and a README beside them."""
     (tmp_path / "data").mkdir()
     for split, text in (("train", "An owl."), ("test", "A hen."), ("train-a", "A cow.")):
-        rows = [{"Prompts": text, "Category": "Birds", "picture": b"..."}]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+        rows = pyarrow.Table.from_pylist([{"Prompts": text, "Category": "Birds", "picture": b"..."}])
+        parquet.write_table(rows, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     for name in ("LICENSE.txt", "README.txt", "NOTICE-1.txt"):
         (tmp_path / name).write_text("Permission is granted.\nProvided that.\n")
     suite = load_suite(str(tmp_path))
     assert suite.form == "drawbench" and [prompt.text for prompt in suite.prompts] == ["A hen.", "A cow."]
     (tmp_path / "license_plates.csv").write_text("Prompts,Category\nA duck.,Birds\n")
     assert [prompt.text for prompt in load_suite(str(tmp_path)).prompts] == ["A duck."]
-
-
-@pytest.mark.parametrize("name, rows, form, expected", [
-    ("geneval", [{"tag": "counting", "include": [{"class": "owl", "count": 2}], "prompt": "two owls"}], "geneval",
-     [("two owls", {"tag": "counting", "include": [{"class": "owl", "count": 2}]}, ("counting",))]),
-    ("questions", [{"question": "3 and 4?", "answer": "3+4\n#### 7"}], "questions",
-     [("3 and 4?", {"answer": "7"}, ())]),
-    ("own", [{"prompt": "an owl", "category": "birds", "n": 1}], "flowgrpo",
-     [("an owl", {"category": "birds", "n": 1}, ("birds",))])])
-def test_parquet_has_the_formats_of_the_others(tmp_path, name, rows, form, expected):
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-    suite = load_suite(str(tmp_path / f"{name}.parquet"))
-    assert suite.form == form
-    assert [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases] == expected
 
 
 def test_suites_of_several_formats_and_the_starters(tmp_path):
@@ -313,11 +292,11 @@ def test_the_shipped_suite_is_balanced_and_judged():
     for prompt in suite.prompts:
         require_judgeable(prompt.metadata, prompt.text)
         for clause in prompt.metadata["include"]:
-            assert clause["class"] in OBJECTS and clause.get("color", "") in prompt.text
+            assert clause["class"] in build_suites.OBJECTS and clause.get("color", "") in prompt.text
             assert build_suites.many(clause["class"]) in prompt.text if clause["count"] > 1 else \
                 clause["class"] in prompt.text
             assert clause.get("position", [""])[0] in prompt.text
-    suite, counts = load_suite("geneval_coco"), {}
+    counts = {}
     assert {name: len(rows) for name, rows in suite.categories.items()} == {
         "single_object": 80, "two_object": 100, "counting": 76, "colors": 79, "position": 100, "color_attr": 100}
     for tag, rows in suite.categories.items():

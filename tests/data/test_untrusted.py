@@ -20,7 +20,7 @@ from flowgrpo.data.prompt_writer import load_templates
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
 from flowgrpo.files import parse_json, tensors_of
-from flowgrpo.rewards.preprocessing import read_tensor
+from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
 from tests.helpers.refusals import message
 
 
@@ -39,7 +39,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(9))
 
 
-@pytest.mark.parametrize("text, message", [
+@pytest.mark.parametrize("text, told", [
     ("train: " + "[" * 20_000, "nested deeper than 64 levels (line 1, column 7"),
     ("- " * 20_000, "nested deeper than 64 levels"),
     ("{a: " * 20_000, "nested deeper than 64 levels"),
@@ -60,22 +60,18 @@ LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n
     ("<b>: 1", "unknown key '<b>'"),
     ("train: {<b>: 1}", "unknown key 'train.<b>'"),
     ("<: 1\nbool: 2", "unknown key '<'")])
-def test_recipes_that_harm_are_refused(tmp_path, text, message):
-    assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
+def test_recipes_that_harm_are_refused(tmp_path, text, told):
+    assert told in refusal(config.load, write(tmp_path, "recipe.yaml", text))
 
 
-def test_options_that_harm_are_refused():
+def test_options_that_harm_are_refused_and_many_wrong_entries_at_once():
     assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
-    line = refusal(config.load, None, {"name": "a\0b"})
-    assert "name: got 'a\\x00b', expected a text without a NUL character" in line
+    assert "name: got 'a\\x00b', expected a text without a NUL" in refusal(config.load, None, {"name": "a\0b"})
     assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
-
-
-def test_many_wrong_entries_are_explained_at_once(tmp_path):
     assert refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}}).startswith("the options: image.sizes")
 
 
-@pytest.mark.parametrize("name, text, message", [
+@pytest.mark.parametrize("name, text, told", [
     ("p.jsonl", '{"prompt": "a", "metadata": ' + "[" * 100_000, "nested too deeply"),
     ("p.jsonl", '{"prompt": "a", "metadata": {"x": ' + "[" * 500 + "]" * 500 + "}}", "nested too deeply"),
     ("p.jsonl", '{"prompt": "a", "weight": ' + "9" * 10_000 + "}", "a number of 10000 digits"),
@@ -83,17 +79,16 @@ def test_many_wrong_entries_are_explained_at_once(tmp_path):
     ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
     ("p.jsonl", '{"prompt": "a\\ud800"}', "half of a surrogate pair"),
     ("p.jsonl", '{"prompt": "a\\u0000"}', "the text under 'prompt' holds a NUL character"),
-    ("p.jsonl", '{"prompt": "a", "image": "a\\u0000.png"}',
-     "'image': expected a path, got 'a\\x00.png', which holds a NUL"),
+    ("p.jsonl", '{"prompt": "a", "image": "a\\u0000.png"}', "'image': expected a path, got 'a\\x00.png', which holds"),
     ("p.jsonl", '{"prompt": "a", "image": "' + "x" * 300 + '.png"}', "File name too long"),
     ("p.jsonl", '{"prompt": "a", "image": "pipe"}', "'image': no image at"),
     ("p.jsonl", '{"prompt": "a", "images": "[[[' + "[" * 5000 + '"}', "not a JSON list"),
     ("p.csv", "prompt,prompt\na,b\n", "expected different headings"),
     ("p.csv", "prompt,weight\na," + "9" * 400 + "\n", "expected a positive number under 'weight'"),
     ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character")])
-def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
+def test_prompt_files_that_harm_are_refused(tmp_path, name, text, told):
     os.mkfifo(tmp_path / "pipe")
-    assert message in refusal(load_prompts, write(tmp_path, name, text))
+    assert told in refusal(load_prompts, write(tmp_path, name, text))
 
 
 @pytest.mark.parametrize("read, name", [
@@ -115,8 +110,7 @@ def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path, monk
 
 def test_fifos_starting_formats_and_lines_of_errors(tmp_path):
     os.mkfifo(tmp_path / "0.png")
-    with pytest.raises(UserError, match="is a FIFO"):
-        _ = Clip(str(tmp_path), 1).frames
+    assert "is a FIFO" in message(lambda: Clip(str(tmp_path), 1).frames)
     file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
     assert "cannot be read as an image" in refusal(read_image, file)
     error = UserError("a\nb\x1b[2J\u202e\ud800" + "x" * 10_000 + "end")
@@ -129,33 +123,28 @@ def test_fifos_starting_formats_and_lines_of_errors(tmp_path):
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_followed(tmp_path, orientation):
+@pytest.mark.parametrize("orientation, ending", [*((each, "png") for each in range(1, 9)), (6, "jpg"), (6, "webp"),
+                                                 (6, "tif")])
+def test_exif_orientation_is_followed(tmp_path, orientation, ending):
     from PIL import ImageOps
-    stored = np.zeros((8, 16, 3), np.uint8)
+    file, stored = tmp_path / f"a.{ending}", np.zeros((8, 16, 3), np.uint8)
     for place, name in enumerate("rgbw"):
         stored[4 * (place // 2) : 4 * (place // 2) + 4, 8 * (place % 2) : 8 * (place % 2) + 8] = COLOURS[name]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
-    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.png")))
-    assert image_size(tmp_path / "a.png") == expected.shape[:2] == ((16, 8) if orientation >= 5 else (8, 16))
-    np.testing.assert_array_equal(np.asarray(read_image(tmp_path / "a.png")), expected)
+    Image.fromarray(stored).save(file, exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(file)))
+    assert image_size(file) == expected.shape[:2] == ((16, 8) if orientation >= 5 else (8, 16))
+    np.testing.assert_array_equal(np.asarray(read_image(file)), expected)
+    assert read_tensor(file).shape == read_tensors(file)[0].shape == (3, *expected.shape[:2])
 
 
-def test_upright_images_and_damaged_exif(tmp_path):
-    from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (16, 8)).save(tmp_path / "a.jpg", exif=exif)
-    assert read_tensor(tmp_path / "a.jpg").shape == read_tensors(tmp_path / "a.jpg")[0].shape == (3, 16, 8)
+def test_a_damaged_exif_turns_nothing(tmp_path):
     Image.new("RGB", (16, 8), "red").save(tmp_path / "a.jpg", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
     assert image_size(tmp_path / "a.jpg") == (8, 16)
 
 
 def test_sixteen_bits_are_scaled_whatever_the_name(tmp_path):
-    Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(tmp_path / "a.png")
-    assert np.unique(np.asarray(read_image(tmp_path / "a.png"))).tolist() == [128]
     # The content names the format, not the file's ending, for what is drawn and for what is scored.
     with (tmp_path / "a.jpg").open("wb") as file:
         Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(file, "PNG")
@@ -181,8 +170,7 @@ def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
     frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 250, 50)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     monkeypatch.setattr("flowgrpo.data.images.PIXELS", 130)
-    with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
-        _ = Clip(str(tmp_path / "a.gif"), 5).frames
+    assert "has more than 130 pixels in its first 3 frames" in message(lambda: Clip(str(tmp_path / "a.gif"), 5).frames)
 
 
 def test_a_video_of_too_large_frames_is_refused(tmp_path):
@@ -193,15 +181,12 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text, message", [
-    ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
-    ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
-    ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values")])
-def test_templates_that_harm_are_refused(tmp_path, text, message):
-    assert message in refusal(load_templates, write(tmp_path, "t.yaml", text))
-
-
 def test_templates_safetensors_and_json_at_their_limits(tmp_path):
+    for text, told in (
+            ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
+            ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
+            ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values")):
+        assert told in refusal(load_templates, write(tmp_path, "t.yaml", text))
     slots = {f"s{i}": list("abcdefghij") for i in range(25)}
     text = json.dumps({"templates": [" ".join(f"{{{name}}}" for name in slots)], "slots": slots})
     assert len({prompt.text for prompt in load_templates(write(tmp_path, "t.yaml", text)).write(4, 0)}) == 4

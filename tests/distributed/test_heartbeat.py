@@ -161,7 +161,7 @@ def test_a_reward_that_hangs_on_one_process(stopped, codes, reason, folder):
 
 
 def test_a_limit_is_of_runs_of_several_processes(monkeypatch):
-    monkeypatch.setattr(signals, "PATIENCE", 0.0)
     assert signals.promptly(lambda: time.sleep(0.3) or 5) == 5
-    with signals.Limit(), pytest.raises(UserError, match="a reward hangs: no answer within 0 s"):
+    monkeypatch.setattr(signals, "limits", [0.0])
+    with pytest.raises(UserError, match="a reward hangs: no answer within 0 s"):
         signals.promptly(lambda: time.sleep(5))

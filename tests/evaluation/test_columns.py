@@ -33,7 +33,7 @@ from tests.evaluation.pages.test_grid import area, flat
 from tests.evaluation.test_images import make_run, pixels
 from tests.helpers import tiny
 from tests.helpers import tiny_text as tiny_language
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, message
 from tests.text.test_text_evaluate import SHORT, finished, save
 
 
@@ -192,9 +192,7 @@ def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, mode
     ("seeds", ["1.5"], "got '1.5' in --values, expected whole numbers"),
     ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up")])
 def test_values_that_are_not_of_the_kind_are_told(runs, tmp_path, kind, values, told):
-    with pytest.raises(UserError, match=told) as error:
-        columns.columns(runs[0], kind, values, None, 1, 0, tmp_path / "a.png")
-    assert "\n" not in str(error.value)
+    assert re.search(told, message(columns.columns, runs[0], kind, values, None, 1, 0, tmp_path / "a.png"))
 
 
 def test_a_run_without_checkpoints_and_one_of_another_model_are_told(runs, tmp_path):
@@ -250,10 +248,9 @@ def test_a_checkpoint_stands_for_its_run(runs, model, tmp_path):
     of_run, of_last, of_first = (pixels(images.sample(str(model), lora, ["a"], 1, 0, None, None, tmp_path / str(i))[0])
                                  for i, lora in enumerate((run, last, first)))
     assert np.abs(of_run - of_last).max() <= 1 < np.abs(of_last - of_first).max()
-    plan = evaluate.make_plan(str(last), None, True, 1, None, None, 0)
+    plan = evaluate.make_plan(str(last), base=True)
     assert (plan.tuned, plan.model) == (last, str(model))
-    with pytest.raises(UserError, match="is a run, which brings its weights: leave out --lora"):
-        evaluate.make_plan(str(last), run, False, 1, None, None, 0)
+    assert "is a run, which brings its weights: leave out --lora" in message(evaluate.make_plan, str(last), run)
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from flowgrpo.contrib.phases import Phases
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.held_out import measurement_settings
 from flowgrpo.evaluation.samplers import call_arguments
+from flowgrpo.methods import keys_read
 from flowgrpo.policies import options
-from flowgrpo.policies.pipelines.frames import clips_of
-from flowgrpo.run import run
+from flowgrpo.policies.pipelines.frames import clips_of, require_made
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.dry_run.estimate import dry_run
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 
 WAN = "WanPipeline"
 
@@ -40,13 +40,12 @@ def settings(folder, count: int | None, **changes):
 def trained(config):
     reward = Lengths()
     pipe, _ = make(WAN)
-    summary = run(config, pipe=pipe, functions={"lengths": reward}, prompts=[Prompt(text) for text in tiny.PROMPTS])
-    return summary, reward.seen, pipe
+    return tiny_runs.whole(config, {"lengths": reward}, pipe=pipe), reward.seen
 
 
 def test_frames_of_evaluations_and_of_training(tmp_path):
     own = make(WAN)[1]["num_frames"]
-    summary, seen, _ = trained(settings(tmp_path, own + 4))
+    summary, seen = trained(settings(tmp_path, own + 4))
     assert {length for rows, length in seen if rows == 4} == {own}  # micro-batches of a group of 4
     longer = [rows for rows, length in seen if length == own + 4]
     assert sum(longer) == 3 * 2 and {length for _, length in seen} == {own, own + 4}  # before, epoch 1, after
@@ -67,7 +66,6 @@ def test_a_policy_has_its_frames_again_and_the_base_is_measured_again(tmp_path):
     assert policy.call == call
     with clips_of(policy, None):
         assert policy.call == call
-    from flowgrpo.evaluation.held_out import measurement_settings
     assert measurement_settings(settings(tmp_path, 5), [], {}) != measurement_settings(settings(tmp_path, 9), [], {})
 
 
@@ -81,17 +79,19 @@ def test_frames_that_a_pipeline_does_not_take_are_refused(name, count, told, tmp
         options.check_frames(loop.setup(settings(tmp_path, count), "pipeline", loaded=pipe))
 
 
-def test_clips_beyond_the_limits_are_refused(tmp_path):
+def test_clips_beyond_the_limits_and_counts_that_only_clips_show_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"eval.frames is 60000, whose clips have [\d,]+ pixels: expected 268,435,456"):
         large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
         options.check_frames(loop.setup(large, "pipeline"))
-    from flowgrpo.methods import keys_read
     with pytest.raises(UserError, match="eval.frames is set, which is about denoisers"):
         keys_read.require_kind(tiny_text.config(eval__frames=3), "causal_lm")
     make(WAN)[0].save_pretrained(tmp_path / "wan")
     with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
         options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
                                                  image__call={}), "pipeline"))
+    with pytest.raises(UserError, match="image.frames is 8, but object makes clips of 9 frames: expected 9"):
+        require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
+    require_made(9, torch.zeros(1, 9, 3, 4, 4), object())
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,3 @@ def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expec
     with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
         phases = [{"at": 0.5, "set": {"image.frames": count}}]
         Phases.require_model(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
-
-
-def test_a_count_that_only_the_clips_show_is_refused():
-    from flowgrpo.policies.pipelines.frames import require_made
-    with pytest.raises(UserError, match="image.frames is 8, but object makes clips of 9 frames: expected 9"):
-        require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
-    require_made(9, torch.zeros(1, 9, 3, 4, 4), object())

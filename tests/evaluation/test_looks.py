@@ -17,7 +17,7 @@ from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import distances, findings, looks
-from flowgrpo.evaluation.distances import Shuffled, structure
+from flowgrpo.evaluation.distances import score_shuffled, shuffle, structure
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.evaluation.report import report
@@ -27,10 +27,9 @@ from flowgrpo.rewards import About
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.guards import edge_widths
 from flowgrpo.rewards.starter import scene
-from flowgrpo.run import run
 from flowgrpo.starter import scenes
 from tests.evaluation.test_images import make_run
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 
 
 def rendered(count: int, seed: int, task: str = "two") -> torch.Tensor:
@@ -163,7 +162,7 @@ def test_a_lost_prompt_keeps_its_place():
 def test_a_run_reports_the_looks_of_its_held_out_images(tmp_path, samples):
     config = tiny.config(tmp_path, train__epochs=2, train__lr=0.05, eval__every=1, eval__prompts=3, held_out=0.5,
                          eval__samples=samples, train__micro_batch=8)
-    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    summary = tiny_runs.whole(config)
     before, after = (looks.read(summary["looks"][when]) for when in ("before", "after"))
     assert before.edge_width > 0 and before.diversity > 0
     stages = report.read_stages(config.folder)
@@ -305,46 +304,34 @@ def fits(images, prompts, metadata):
     return [1 - abs(round(image.mean().item() * 40) - entry["value"]) / 40 for image, entry in zip(images, metadata)]
 
 
-class Remote:
-    about = About(needs="server")
-
-    def __call__(self, images, prompts):
+def unasked(**said):
+    """A reward that says so of itself, and is not asked."""
+    def reward(images, prompts, metadata, group=None, base=None):
         raise AssertionError("asked")
-
-
-class Group:
-    group = True
-
-    def __call__(self, images, prompts, metadata, group):
-        raise AssertionError("asked")
-
-
-class Based:
-    base = True
-
-    def __call__(self, images, prompts, metadata, base=None):
-        raise AssertionError("asked")
+    vars(reward).update(said)
+    return reward
 
 
 def test_prompts_are_shuffled_and_none_gets_its_own():
-    shuffled = Shuffled.choose({"fits": fits, "remote": Remote(), "group": Group(), "based": Based()}, PROMPTS)
-    assert [*shuffled.rewards] == ["fits"] and len(shuffled.others["fits"]) == 32
+    shuffled = shuffle({"fits": fits, "remote": unasked(about=About(needs="server")), "group": unasked(group=True),
+                        "based": unasked(base=True)}, PROMPTS)
+    assert [*shuffled] == ["fits"] and len(shuffled["fits"][1]) == 32
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    scores = shuffled.score([0, None, 20, 35], IMAGES[[0, 1, 20, 35]], POLICY)[:, 0]
+    scores = score_shuffled(shuffled, [0, None, 20, 35], IMAGES[[0, 1, 20, 35]], POLICY)[:, 0]
     torch.testing.assert_close(scores, torch.tensor([1 - 16 / 40, math.nan, 1 - 16 / 40, math.nan]), equal_nan=True)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
     reward = rewards.Composed(fits, WatchRule(when={"even": True}), name="fits")
-    [others] = Shuffled.choose({"fits": reward}, PROMPTS).others.values()
+    [(_, others)] = shuffle({"fits": reward}, PROMPTS).values()
     assert {i: other.metadata["value"] for i, other in others.items()} == {i: (i + 16) % 32 for i in range(0, 32, 2)}
     # Of 16 prompts that are 8, twice, another one is 7 or 9 away; of 7 prompts, and of one 16 times, there is none.
-    [others] = Shuffled.choose({"fits": fits}, PROMPTS[:8] * 2).others.values()
+    [(_, others)] = shuffle({"fits": fits}, PROMPTS[:8] * 2).values()
     assert len(others) == 16 and all(other.metadata["value"] == (i + 7) % 8 for i, other in others.items())
-    assert not Shuffled.choose({"fits": fits}, PROMPTS[:7]).rewards
-    assert not Shuffled.choose({"fits": fits}, PROMPTS[:1] * 16).rewards
+    assert not shuffle({"fits": fits}, PROMPTS[:7])
+    assert not shuffle({"fits": fits}, PROMPTS[:1] * 16)
     def fails(images, prompts, metadata):
         raise KeyError("value")
-    assert Shuffled.choose({"it": fails}, PROMPTS).score([0, 1], IMAGES[:2], POLICY).isnan().all()
+    assert score_shuffled(shuffle({"it": fails}, PROMPTS), [0, 1], IMAGES[:2], POLICY).isnan().all()
 
 
 OWN = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]  # mean 0.35
@@ -365,8 +352,7 @@ MAY = ("reward 'x' may not tell whether an image fits its prompt: on 8 images {}
     ([1.0] * 8, [0.0] * 8, None)])
 def test_what_a_reward_cannot_tell(own, other, said):
     assert blind({"x": own}, {"x": other}) == ([said] if said else [])
-    base = {"scores": {"x": own}, "shuffled": {"x": other}}
-    shown = sentences(validate({}), [], [], {}, False, base=base)[1:]
+    shown = sentences(validate({}), [], [], {}, False, base={"scores": {"x": own}, "shuffled": {"x": other}})[1:]
     assert [(each["tone"], each["text"]) for each in shown] == ([(said[0], f"R{said[1][1:]}.")] if said else [])
 
 
@@ -377,7 +363,7 @@ def test_structure_is_ssim_of_pairs():
     assert structure(black, black + 0.4 / 255) == {"ssim": 1.0, "images": 1}
     found = structure(torch.cat([black, black]), torch.cat([black, black + 1]))
     assert found == {"ssim": pytest.approx((1 + 1e-4 / 1.0001) / 2), "images": 2}
-    [shown] = [each["text"] for each in sentences(validate({}), [], [], {}, True, structure=found)[1:]]
+    [shown] = [each["text"] for each in sentences(validate({}), [], [], {}, True, {"structure": found})[1:]]
     assert shown == "Images have kept 0.50 of the base's structure (SSIM of the same prompts and seeds, 2 images)."
     # A chequerboard of single pixels and its negative are the same grey at half the size.
     board = (torch.arange(512)[:, None] + torch.arange(512)).remainder(2).float().expand(1, 3, -1, -1)
@@ -407,17 +393,16 @@ def fits(images, prompts):
 
 
 def test_a_run_says_which_reward_does_not_read_the_prompt_and_how_like_the_bases_its_images_are(
-        tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "prompts.txt").write_text("".join(f"{count} {thing}\n" for count in "abc" for thing in (
+        here, capsys):
+    (here / "rewards.py").write_text(REWARDS)
+    (here / "prompts.txt").write_text("".join(f"{count} {thing}\n" for count in "abc" for thing in (
         "star", "circle", "square", "cross")))
     assert main(["train", "starter", "--reward={rewards.py:bright: 1, rewards.py:fits: 1}", "--prompts=prompts.txt",
                  "--held_out=0.67", "--train.epochs=1", "--train.prompts=1", "--train.group=4", "--train.steps=4",
                  "--train.updates=1", "--train.lr=1e-2", "--method=mix_grpo", "--parts={plan: {size: 1}}",
                  "--eval.steps=2", "--eval.prompts=8", "--eval.grid=8", "--eval.rewards=[]", "--tracker=none",
                  "--output=runs", "--precision=fp32"]) == 0
-    run, out = tmp_path / "runs" / "starter", capsys.readouterr().out
+    run, out = here / "runs" / "starter", capsys.readouterr().out
     said = "reward 'rewards.py:bright' does not read the prompt: 8 images have the same scores under other prompts"
     assert [line for line in out.splitlines() if "under other prompts" in line] == [said, f"R{said[1:]}."]
     base = json.loads((run / "before.json").read_text())

@@ -63,8 +63,7 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
                     Run("odd", "damaged", changed=200),
                     Run("whole", "finished", "starter", "mix_grpo", 3, 3, {"red": 0.2}, {"red": 0.7}, 100)]
     assert main(["list", "runs", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", out)
+    assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", capsys.readouterr().out)
     assert main(["list", "runs", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["after"] == {"red": 0.7}
 
@@ -90,8 +89,7 @@ def test_a_run_that_an_error_ended_is_called_crashed(tmp_path, capsys):
 
 
 def test_runs_of_one_name_and_runs_that_went_on(tmp_path):
-    folder = written(tmp_path, "longer", 2, time=100)
-    (folder / "metrics.jsonl").write_text('{"epoch": 3}\n')
+    (written(tmp_path, "longer", 2, time=100) / "metrics.jsonl").write_text('{"epoch": 3}\n')
     [run] = list_runs(tmp_path)
     assert (run.state, run.epochs) == ("stopped", 3)
     folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
@@ -127,10 +125,9 @@ def test_several_runs_are_one_page(tmp_path, capsys):
     (["a", "b", "--live"], "--live follows one run, got 2"),
     (["a", "--output", "x.html"], "--output: goes with several runs"),
     (["a", "nowhere"], "no run at nowhere: expected the folder")])
-def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_in_reports_are_told(options, line, here, capsys):
     for name in "ab":
-        written(tmp_path, name, 1, time=1)
+        written(here, name, 1, time=1)
     assert line in told(capsys, "report", *options)
 
 
@@ -148,15 +145,12 @@ def test_names_of_others_do_not_command_the_terminal(tmp_path, capsys):
     assert "\x1b" not in error_line(capsys, "list", "runs", str(tmp_path / "no\x1b[2Jsuch"))
 
 
-def test_the_page_of_several_runs_shows_hostile_names_as_text(tmp_path, capsys):
+def test_pages_of_several_runs_show_hostile_names_as_text_and_changes_of_direction_written_out(tmp_path, capsys):
     names = ["<script>alert(1)</script>".replace("/", ""), "x\"><img src=y onerror=z>"]
     folders = [written(tmp_path, name, 1, time=1) for name in names]
     assert main(["report", *map(str, folders), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
-
-
-def test_a_comparison_writes_changes_of_direction_out():
     runs = [comparison.Compared(f"a\u202e{number}", {"prompts": f"x\u202e\x1b{number}"},
                                 [{"epoch": 1, "reward/\u202er/mean": 0.5}]) for number in range(2)]
     text = comparison.page(runs)

@@ -16,7 +16,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import prompts
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import best_of, image_files, images, samplers
+from flowgrpo.evaluation import best_of, columns, image_files, images, samplers
 from flowgrpo.evaluation.images import sample_file as sample
 from flowgrpo.evaluation.plan import Arm, Ledger, Place
 from flowgrpo.evaluation.samplers import INSTRUCTION, Enhancer, Pipelines, Together, draw_one
@@ -115,8 +115,7 @@ def test_files_of_prompts_and_grids_say_how_they_were_drawn(tmp_path, model):
     prompt, settings = told(tmp_path / "out" / "pictures" / "base" / "00001-00.png")
     assert prompt == "a dog" and settings["Seed"] == str(seeder(3, 0)(1, 0)) and settings["Steps"] == "2"
     run = make_run(tmp_path / "run", model, 0.3)
-    page = images.grid(run, None, 2, 5, tmp_path / "grid.png")
-    found = json.loads(Image.open(page).text["flowgrpo"])
+    found = json.loads(Image.open(columns.grid(run, None, 2, 5, tmp_path / "grid.png")).text["flowgrpo"])
     assert found["run"] == "run" and found["seed"] == 5 and found["columns"] == ["before", "after"]
     assert found["weights"] == image_files.lora_hashes(run) and len(found["prompts"]) == 2
     assert found["model"] == str(model) and found["call"]["num_inference_steps"] > 0
@@ -142,22 +141,21 @@ def asked(tmp_path):
     return path
 
 
-def test_the_prompt_file_names_every_image(tmp_path, model, asked, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_prompt_file_names_every_image(here, model, asked, monkeypatch, capsys):
     assert main(["sample", str(model), "--prompts", str(asked), "--output", "base", "--steps", "2", "--guidance", "1.5",
                  "--seed", "3", "--count", "2", "--batch", "3", "--precision", "fp32"]) == 0
     assert capsys.readouterr().out.strip() == "base/prompts.jsonl"
     monkeypatch.chdir("/")  # its paths are whole
-    found = prompts.load_prompts(tmp_path / "base" / "prompts.jsonl")
+    found = prompts.load_prompts(here / "base" / "prompts.jsonl")
     assert [(p.text, p.negative, p.weight, p.metadata.get("task")) for p in found] == \
         [("a dog", "a cat", 2, "animals")] * 2 + [("a hat", None, 1, None)] * 2
     files = [p.metadata["base_image"] for p in found]
-    assert files == [str(tmp_path / "base" / "pictures" / "base" / f"0000{i}-0{k}.png") for i in (0, 1) for k in (0, 1)]
+    assert files == [str(here / "base" / "pictures" / "base" / f"0000{i}-0{k}.png") for i in (0, 1) for k in (0, 1)]
     # The images are those of --prompt: the second prompt's depend on the seed and its number alone.
-    alone = drawn(tmp_path / "alone", model, prompts=("a dog", "a hat"), count=2)
+    alone = drawn(here / "alone", model, prompts=("a dog", "a hat"), count=2)
     assert max(abs(pixels(file) - other).max() for file, other in zip(files[2:], alone[2:])) <= 1
     # And the reward that compares with them reads them.
-    images = torch.stack([Ledger(tmp_path / "base").load(Place("base", i, k)) for i in (0, 1) for k in (0, 1)])
+    images = torch.stack([Ledger(here / "base").load(Place("base", i, k)) for i in (0, 1) for k in (0, 1)])
     likeness = {"base_similarity": rewards.find("base_similarity")}
     scores = rewards.score(likeness, images, [p.text for p in found], [p.metadata for p in found])
     assert scores[:, 0].tolist() == pytest.approx([1] * 4)
@@ -213,17 +211,26 @@ def test_texts_stand_in_the_file_itself(tmp_path):
         (["--best-of", "1000000000", "--by", "sharpness"],
          "1,000,000,000 candidates of one sample (--best-of) need 4,709 GiB"),
         (["--steps", "10001"], "--steps: got 10001, expected 10000 at most")))])
-def test_mistakes_are_told(options, line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert line in error_line(capsys, "sample", "starter", *options) and not list(tmp_path.iterdir())
+def test_mistakes_are_told(options, line, here, capsys):
+    assert line in error_line(capsys, "sample", "starter", *options) and not list(here.iterdir())
+
+
+ASKED = ["1+2=", "7+8="]
+LENGTHS = """
+def length(images, prompts):
+    return [len(prompt) + float(image.mean()) for image, prompt in zip(images, prompts)]
+"""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
+    """A model, rewards, a suite of scenes and one of sums."""
     folder = tmp_path_factory.mktemp("world")
     tiny.save(tiny.sd3(), folder / "tiny")
-    (folder / "bright.py").write_text(BRIGHT)
-    (folder / "suite.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a dog", "a hat")))
+    for name, content in (("bright", BRIGHT), ("length", LENGTHS)):
+        (folder / f"{name}.py").write_text(content)
+    for name, listed in (("suite", ("a dog", "a hat")), ("sums", ASKED)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in listed))
     return folder
 
 
@@ -303,22 +310,6 @@ def test_a_mistake_is_reported_before_a_model_is_loaded(tmp_path):
         images.sample(str(tmp_path / "none"), None, ["a"], 1, 0, 1, 1.0, tmp_path / "out", best_of=2)
 
 
-ASKED = ["1+2=", "7+8="]
-LENGTHS = """
-def length(images, prompts):
-    return [len(prompt) + float(image.mean()) for image, prompt in zip(images, prompts)]
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("enhancer")
-    tiny.save(tiny.sd3(), made / "tiny")
-    (made / "suite.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED))
-    (made / "length.py").write_text(LENGTHS)
-    return made
-
-
 @pytest.fixture(scope="module")
 def written():
     """The greedy answers of the text starter, which has no chat template: the instruction stands before a prompt."""
@@ -339,9 +330,9 @@ def test_prompts_are_rewritten_once(written):
     assert enhancer([Prompt(ASKED[1])])[0].text == written[1]
 
 
-def test_sample_draws_from_the_rewritten_prompt(folder, written, capsys):
-    command = ["sample", str(folder / "tiny"), "--prompt", ASKED[0], "--enhancer", "starter_text", "--steps", "2",
-               "--guidance", "1.5", "--seed", "4", "--output", str(folder / "drawn"), "--precision", "fp32"]
+def test_sample_draws_from_the_rewritten_prompt(world, written, capsys):
+    command = ["sample", str(world / "tiny"), "--prompt", ASKED[0], "--enhancer", "starter_text", "--steps", "2",
+               "--guidance", "1.5", "--seed", "4", "--output", str(world / "rewritten"), "--precision", "fp32"]
     assert main(command) == 0
     said = capsys.readouterr()
     assert f"{ASKED[0]} -> {written[0]}" in said.err
@@ -352,14 +343,13 @@ def test_sample_draws_from_the_rewritten_prompt(folder, written, capsys):
         assert opened.text["parameters"].startswith(f"{written[0]}\nNegative prompt")
 
 
-def test_eval_judges_for_the_users_prompt(folder, written, capsys):
-    command = ["eval", str(folder / "tiny"), "--suite", str(folder / "suite.jsonl"), "--rewards",
-               f"{folder}/length.py:length", "--steps", "2", "--guidance", "1.5", "--output", str(folder / "out"),
+def test_eval_judges_for_the_users_prompt(world, written, capsys):
+    command = ["eval", str(world / "tiny"), "--suite", str(world / "sums.jsonl"), "--rewards",
+               f"{world}/length.py:length", "--steps", "2", "--guidance", "1.5", "--output", str(world / "judged"),
                "--precision", "fp32"]
     assert main([*command, "--enhancer", "starter_text"]) == 0
-    results = json.loads((folder / "out" / "results.json").read_text())
-    assert results["enhancer"] == "starter_text"
-    scores = [json.loads(line) for line in (folder / "out" / "scores-0.jsonl").read_text().splitlines()]
+    assert json.loads((world / "judged" / "results.json").read_text())["enhancer"] == "starter_text"
+    scores = [json.loads(line) for line in (world / "judged" / "scores-0.jsonl").read_text().splitlines()]
     [found] = [value for value in scores[0]["scores"].values()]
     assert found == pytest.approx(len(ASKED[0]) + picture(written[0], seeder(0, 0)(0, 0)).mean().item(), abs=0.01)
     capsys.readouterr()
@@ -378,11 +368,10 @@ FEW_STEPS = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(world):
     """A model, a run that tuned it, and what the base and the tuned pipeline draw one by one."""
-    folder = tmp_path_factory.mktemp("sampler")
-    model = str(tiny.save(tiny.sd3(), folder / "tiny"))
-    run = make_run(folder / "run", model, 0.3)
+    model = str(world / "tiny")
+    run = make_run(world / "run", model, 0.3)
     pipe = loading.make_pipeline(model, "fp32", device=torch.device("cpu"))
     def each() -> list[torch.Tensor]:
         return [samplers.draw_one(pipe, prompt, seed, FEW_STEPS) for prompt, seed in zip(PROMPTS, SEEDS)]
@@ -399,7 +388,7 @@ def same(found, expected) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_arms_draw_in_any_order(made):
+def test_arms_and_blends_draw_in_any_order_and_a_sample_does_not_depend_on_the_others(made):
     model, run, base, tuned = made
     assert not same(base, tuned)
     drawing, loaded = sampler(model), []
@@ -407,15 +396,7 @@ def test_the_arms_draw_in_any_order(made):
         assert same(drawing.draw(arm, PROMPTS, SEEDS), expected)
         loaded.append(drawing.pipe)
     assert loaded[0] is loaded[1] is not loaded[2]  # weights do not leave a pipeline
-
-
-def test_a_sample_does_not_depend_on_the_others(made):
-    model, run, base, _ = made
     assert same(sampler(model).draw(Arm(None, FEW_STEPS), PROMPTS[1:], SEEDS[1:]), base[1:])
-
-
-def test_blends_of_one_pair_are_loaded_once(made):
-    model, run, base, tuned = made
     drawing, loaded = sampler(model), []
     for weight, expected in ((0.0, base), (1.0, tuned), (0.0, base)):
         assert same(drawing.draw(Arm(run, FEW_STEPS, weight), PROMPTS, SEEDS), expected)
@@ -485,44 +466,25 @@ def test_true_guidance_counts_in_one_call_too():
     assert (found[0] - found[1]).abs().max() > 1e-3
 
 
-class OnePrompt:
-    """Of a class that refuses lists of prompts."""
-
-    def spoil(self, prompt, generator):
-        if isinstance(prompt, list):
-            raise ValueError("`prompt` has to be of type `str`")
-        return prompt, generator
+def refuses(prompts, generators):
+    raise ValueError("`prompt` has to be of type `str`")
 
 
-class SharedNoise:
-    """Of a class that draws the noise of every row from the first generator."""
-
-    def spoil(self, prompt, generator):
-        return prompt, generator[0] if isinstance(generator, list) else generator
-
-
-class FirstPrompt:
-    """Of a class that draws the first prompt in all rows."""
-
-    def spoil(self, prompt, generator):
-        return [prompt[0]] * len(prompt) if isinstance(prompt, list) else prompt, generator
+# What a class makes of several prompts and generators.
+SPOILERS = {"refuses them": refuses,
+            "the first noise in all rows": lambda prompts, generators: (prompts, generators[0]),
+            "the first prompt in all rows": lambda prompts, generators: ([prompts[0]] * len(prompts), generators),
+            "the first image alone": lambda prompts, generators: (prompts[0], generators[0])}
 
 
-class OneImage:
-    """Of a class that gives the first prompt's image alone."""
-
-    def spoil(self, prompt, generator):
-        return (prompt[0], generator[0]) if isinstance(prompt, list) else (prompt, generator)
-
-
-@pytest.mark.parametrize("kind", [OnePrompt, SharedNoise, FirstPrompt, OneImage])
+@pytest.mark.parametrize("kind", SPOILERS)
 def test_a_pipeline_that_does_not_do_it_is_found_out(kind, capsys):
     pipe = tiny.sd3()
     stock = type(pipe)
 
-    class Spoilt(kind, stock):
+    class Spoilt(stock):
         def __call__(self, prompt=None, generator=None, negative_prompt=None, **options):
-            given = self.spoil(prompt, generator)
+            given = SPOILERS[kind](prompt, generator) if isinstance(prompt, list) else (prompt, generator)
             negative = negative_prompt if isinstance(given[0], list) or isinstance(negative_prompt, str) else "green"
             return stock.__call__(self, prompt=given[0], generator=given[1], negative_prompt=negative, **options)
 

@@ -18,22 +18,7 @@ from flowgrpo.evaluation import findings, held_out, statistics
 from flowgrpo.evaluation.findings import majority, pass_at_k, powers, tries, verdicts
 from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
-from flowgrpo.evaluation.statistics import (
-    STUDENT,
-    WILSON,
-    Interval,
-    cells,
-    change,
-    decimals,
-    directions,
-    drift,
-    holm,
-    interval,
-    mean_of,
-    method_of,
-    win_rate,
-    wins,
-)
+from flowgrpo.evaluation.statistics import STUDENT, WILSON, Interval, cells, change, drift, interval, method_of, wins
 from scripts.measure import false_sentences
 from tests.helpers.refusals import message
 
@@ -61,8 +46,7 @@ def test_a_ratio_of_paired_means_has_fiellers_interval():
     assert found.low == pytest.approx((0.8 - 0.405119 * 5 / 3 - reach) / 0.324802, rel=1e-4)
     twice = statistics.ratio(first, 2 * first)
     assert twice.low == pytest.approx(twice.mean) == pytest.approx(twice.high) == pytest.approx(2)
-    gaps = statistics.ratio(np.array([math.nan, *first, 9]), np.array([1, *second, math.nan]))
-    assert gaps == found
+    assert statistics.ratio(np.array([math.nan, *first, 9]), np.array([1, *second, math.nan])) == found
 
 
 @pytest.mark.parametrize("first", [[1.0, -1.0, 1.0, -0.5], [0.0, 0.0, 0.0], [1.0]])
@@ -77,7 +61,7 @@ def test_a_ratio_to_what_may_be_nothing_has_no_interval(first):
     ([0.03, 0.01, 0.6, 0.02], [0.06, 0.04, 0.6, 0.06]),  # .01 * 4, .02 * 3, .03 * 2, .6
     ([0.02, 0.02, 0.02], [0.06, 0.06, 0.06])])
 def test_holms_p_values_by_hand(values, adjusted):
-    assert holm(values) == pytest.approx(adjusted)
+    assert statistics.holm(values) == pytest.approx(adjusted)
 
 
 def test_a_mean_has_students_interval_widened_for_skewness():
@@ -117,14 +101,14 @@ def test_of_several_changes_those_count_that_holm_leaves():
     """Of 0.01, 0.02 and 0.04 all: 3 x 0.01, 2 x 0.02 and 0.04 are below 0.05. Of 0.02, 0.03 and 0.04 none: 3 x 0.02 is
     not."""
     def ways(*ps: float, prompts: int = 20) -> list[int]:
-        return [*directions({str(i): Interval((-1) ** i, -2.0, 2.0, STUDENT, prompts, p) for i, p in enumerate(ps)}
-                            ).values()]
+        changes = {str(i): Interval((-1) ** i, -2.0, 2.0, STUDENT, prompts, p) for i, p in enumerate(ps)}
+        return [*statistics.directions(changes).values()]
 
     assert ways(0.01, 0.02, 0.04) == [1, -1, 1] and ways(0.02, 0.03, 0.04) == [0, 0, 0] and ways(0.04) == [1]
     assert ways(0.001, 0.6, 0.02, 0.03) == [1, 0, 0, 0]
-    assert ways(0.001, prompts=19) == [0] and directions({}) == {}
+    assert ways(0.001, prompts=19) == [0] and statistics.directions({}) == {}
     few = Interval(1.0, 0.5, 1.5, STUDENT, 3, 0.04)  # is not counted
-    assert directions({"few": few, "a": Interval(1.0, 0.5, 1.5, STUDENT, 20, 0.04)}) == {"few": 0, "a": 1}
+    assert statistics.directions({"few": few, "a": Interval(1.0, 0.5, 1.5, STUDENT, 20, 0.04)}) == {"few": 0, "a": 1}
     held = {name: replace(moved(-0.1), p=0.02) for name in "bcd"}
     assert drift({"a": replace(UP, p=0.04)} | held, ["a"]) == [
         "a rose by 0.200 (95 %: +0.190 to +0.210); no held-out reward (b, c, d) fell by more than chance"]
@@ -203,7 +187,7 @@ def test_the_change_of_a_share_has_newcombes_interval(both, one, other, neither,
     found = change(before, after)
     assert found.method == WILSON and found.mean == pytest.approx((one - other) / len(before))
     assert (found.low, found.high) == (pytest.approx(expected[0], abs=1e-4), pytest.approx(expected[1], abs=1e-4))
-    rate = win_rate(before, after)
+    rate = statistics.win_rate(before, after)
     assert rate.mean == pytest.approx(wins(before, after).mean())
     assert (rate.low, rate.high) == (pytest.approx(0.5 + found.low / 2), pytest.approx(0.5 + found.high / 2))
 
@@ -220,7 +204,7 @@ def test_changes_wins_and_categories():
     assert math.isnan(change(np.array([[NAN]]), np.array([[1.0]])).mean)
     parts = [Interval(0.5, 0.4, 0.7, STUDENT, 10), Interval(0.7, 0.4, 0.9, STUDENT, 5),
              Interval(NAN, NAN, NAN, STUDENT, 0)]
-    found = mean_of(parts)
+    found = statistics.mean_of(parts)
     assert (found.mean, found.prompts) == (pytest.approx(0.6), 15)
     assert found.low == pytest.approx(0.6 - math.sqrt(0.1**2 + 0.3**2) / 2)
     assert found.high == pytest.approx(0.6 + math.sqrt(0.2**2 + 0.2**2) / 2)
@@ -393,4 +377,4 @@ def test_small_changes_and_resumed_runs(tmp_path, capsys):
     ([], [], 3), ([0.0], [0.0], 3), ([0.5, 1.0], [0.5], 3), ([0.0071], [], 5), ([0.0000002], [], 6), ([21.3], [], 1),
     ([21.3], [0.0123], 3), ([0.946, 0.945], [0.0009], 5), ([math.nan, None, 0.02], [None], 4)])
 def test_decimals_of_a_column(values, changes, expected):
-    assert decimals(values, changes) == expected
+    assert statistics.decimals(values, changes) == expected

@@ -30,9 +30,8 @@ from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.storage.json_files import finite
 from flowgrpo.tools.check.tiny import make
-from tests.export.test_export import SUMMARY, finished, make_run
+from tests.export.test_export import SUMMARY, finished, make_run, record
 from tests.helpers import tiny
 from tests.policies.pipelines.test_single_file import checkpoint
 
@@ -40,6 +39,13 @@ from tests.policies.pipelines.test_single_file import checkpoint
 @pytest.fixture(scope="module")
 def sd3(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("sd3"), tiny.sd3(), tiny.CALL)
+
+
+def snippet(folder, prompt="a star", sources=(), **settings) -> str:
+    """What the card of a run with these settings shows, which is Python."""
+    told = usage.snippet(validate({"reward": "scene"} | settings), folder, "me/repository", prompt, sources)
+    compile(told, "snippet", "exec")
+    return told
 
 
 def code(card: str) -> str:
@@ -91,6 +97,7 @@ def test_metadata_and_clips_of_the_card(sd3):
     told = model_card.metadata(on_hub, {}, "clip", True)
     assert told["base_model"] == "owner/a-model" and told["base_model_relation"] == "adapter"
     assert told["pipeline_tag"] == "text-to-video" and told["license"] == "other"
+    assert "Of the base model `owner/a-model`: unknown" in model_card._licence(on_hub, {})
     assert model_card.licence_of("starter") == {"license": "apache-2.0"} and model_card.licence_of("no/model") == {}
     clip = sd3 / "before_after.webp"
     try:
@@ -257,16 +264,14 @@ def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tm
 
 def test_snippets_of_uploads_and_sources(tmp_path):
     make("Flux2Pipeline")[0].save_config(tmp_path)
-    config = validate({"model": str(tmp_path), "reward": "sharpness", "eval": {"steps": 2}})
-    told = usage.snippet(config, tmp_path, "me/run", "p", [("image", "images/a.png"), ("image", "images/b.png")])
-    assert "image = load_image(hf_hub_download('me/run', 'images/a.png'))" in told
+    told = snippet(tmp_path, "p", [("image", "images/a.png"), ("image", "images/b.png")], model=str(tmp_path))
+    assert "image = load_image(hf_hub_download('me/repository', 'images/a.png'))" in told
     assert "pipe(prompt='p', image=[image, image_2], " in told
-    assert usage.task(config, "image", ()) == "text-to-image" and "load_image" not in usage.snippet(config, tmp_path,
-                                                                                                "me/run", "p")
-    compile(told, "snippet", "exec")
+    assert usage.task(validate({"model": str(tmp_path), "reward": "scene"}), "image", ()) == "text-to-image"
+    assert "load_image" not in snippet(tmp_path, model=str(tmp_path))
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "adapter_config.json").touch()
-    told = usage.snippet(validate({"model": "owner/model", "reward": "scene"}), tmp_path, "me/repository", "a star")
+    told = snippet(tmp_path, model="owner/model")
     assert "load_lora(pipe, {'transformer': pipe.transformer}, Path(snapshot_download('me/repository')))" in told
 
 
@@ -300,21 +305,17 @@ def test_the_snippet_of_a_language_model_runs_as_it_is(tmp_path, rank, capsys):
                  "guidance_scale=2.0", "max_sequence_length=1"]),
     ("starter_video", ["export_to_video(frames", "num_frames=5"]), ("starter_consistency", ["load_pipeline("])])
 def test_snippets_of_packaged_models(model, lines, tmp_path):
-    config = validate({"model": model, "reward": "scene", "eval": {"guidance": 2.0}})
     (tmp_path / "pytorch_lora_weights.safetensors").touch()
-    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    told = snippet(tmp_path, model=model, eval={"guidance": 2.0})
     assert all(line in told for line in lines) and "pipe.load_lora_weights('me/repository')" in told
-    compile(told, "snippet", "exec")
 
 
 def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp_path):
-    (tmp_path / "config.yaml").write_text(validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}).yaml())
     told = SUMMARY | {"before": {"bright": None, "dark": 0.5}, "after": {"bright": 0.25, "dark": None}}
-    (tmp_path / "summary.json").write_text(json.dumps(finite(told)))
     lines = [{"evaluations": 5, "reward/bright/mean": None, "reward/dark/mean": 0.5, "reward/dark/std": 1.0},
              {"evaluations": 9, "reward/bright/mean": None, "reward/dark/mean": None, "held_out/dark": 0.75},
              {"evaluations": 14, "held_out/dark": 1.0, "loss": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record(tmp_path, validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}), told, lines)
     text = export.card(tmp_path).read_text()
     assert "| bright | - | 0.250 | - | yes |" in text and "| dark | 0.500 | - | - | yes |" in text
     assert model_card.points(lines) == {"reward/dark": [(5, 0.5)], "held_out/dark": [(9, 0.75), (14, 1.0)]}
@@ -322,11 +323,8 @@ def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp
 
 @pytest.mark.parametrize("model, method", [("owner/model", "mix_grpo"), ("owner/text", "grpo")])
 def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method, tmp_path):
-    files = {"variant": "fp16", "revision": "v2"}
-    config = validate({"model": model, "method": method, "reward": "scene", "load": files})
-    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    told = snippet(tmp_path, model=model, method=method, load={"variant": "fp16", "revision": "v2"})
     assert "variant='fp16', revision='v2'" in told
-    compile(told, "snippet", "exec")
 
 
 @pytest.mark.parametrize("model, argument", [
@@ -343,24 +341,19 @@ def test_the_snippet_sets_the_guidance_that_the_run_had(model, argument, tmp_pat
             pipe.transformer = type(pipe.transformer).from_config(pipe.transformer.config, guidance_embeds=True)
         pipe.save_pretrained(tmp_path / "model")
         model = str(tmp_path / "model")
-    told = usage.snippet(validate({"model": model, "reward": "scene", "eval": {"guidance": 2.5}}), tmp_path, "me/run",
-                         "a star")
+    told = snippet(tmp_path, model=model, eval={"guidance": 2.5})
     assert f" {argument}=2.5" in told and told.count("=2.5") == 1
 
 
 def test_snippets_of_guiders_and_denoisers(tmp_path):
     model = tmp_path / "model"
     make("HunyuanVideo15Pipeline")[0].save_pretrained(model)
-    config = validate({"model": str(model), "reward": "scene", "eval": {"guidance": 3.5}})
-    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    told = snippet(tmp_path, model=str(model), eval={"guidance": 3.5})
     [last] = [line for line in told.splitlines() if ".frames[0]" in line]
     assert "pipe.guider = pipe.guider.new(guidance_scale=3.5)" in told and "guidance_scale" not in last
-    compile(told, "snippet", "exec")
-    config = validate({"model": "owner/model", "reward": "scene", "precision": "bf16", "load": {"denoiser": "d.gguf"}})
-    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    told = snippet(tmp_path, model="owner/model", precision="bf16", load={"denoiser": "d.gguf"})
     assert "pipe = load_pipeline('owner/model', 'bf16', files=Load(denoiser='d.gguf'))" in told
     assert "from flowgrpo.config.sections import Load" in told
-    compile(told, "snippet", "exec")
 
 
 HOSTILE = ["---\nlicense: mit\n---", "a ``` fence ~~~", "| cell | <script>alert(1)</script>",
@@ -391,10 +384,7 @@ def with_cards(folder, prompt: str):
         write(folder / "report" / f"{name}.json", {"name": name, "epoch": 0, "scores": {}, "cards": [picture]})
     label, name = " ".join(prompt.split()), "".join(filter(str.isprintable, prompt)).replace("/", "")
     config = validate({"model": "starter", "reward": {label: {"use": "scene"}}, "name": name})
-    (folder / "config.yaml").write_text(config.yaml())
-    told = SUMMARY | {"before": {label: 0.25}, "after": {label: 0.5}}
-    (folder / "summary.json").write_text(json.dumps(told))
-    (folder / "metrics.jsonl").write_text("")
+    record(folder, config, SUMMARY | {"before": {label: 0.25}, "after": {label: 0.5}}, [])
     said = {"transformer.r": 16, "transformer.lora_alpha": 32}  # as earlier versions wrote it
     save_file({"transformer.to_q.lora_A.weight": torch.ones(16, 1)}, folder / LORA_FILE,
               {"lora_adapter_metadata": json.dumps(said)})
@@ -420,8 +410,8 @@ def test_the_card_says_that_a_test_set_was_trained_on(tmp_path):
     config = validate({"prompts": "partiprompts", "train_on_test_set": True, "reward": "scene"})
     (run / "config.yaml").write_text(config.yaml())
     write(run / "summary.json", SUMMARY | {"before": {"scene": 0.25}, "after": {"scene": 0.5}})
-    assert "**Trained on partiprompts, a test set (train\\_on\\_test\\_set): no score on it, held-out prompts " \
-           "included, can be compared with that of a model that was not.**" in export.card(run).read_text()
+    assert ("**Trained on partiprompts, a test set (train\\_on\\_test\\_set): no score on it, held-out prompts "
+            "included, can be compared with that of a model that was not.**") in export.card(run).read_text()
 
 
 def test_the_card_has_commit_versions_and_cost(tmp_path):
@@ -432,9 +422,3 @@ def test_the_card_has_commit_versions_and_cost(tmp_path):
     assert f"Made with: device cpu, processes 2, torch 2.9, commit {'0' * 40}." in text
     assert "1,234 denoiser evaluations, 3 s of training (0.00167 hours of 2 x cpu)" in text
     assert all(re.fullmatch("[0-9a-f]{40}( with changes)?", value) for value in commit().values())
-
-
-def test_a_base_without_a_licence_is_other_with_a_line(tmp_path):
-    config = validate({"model": "owner/model", "reward": "scene"})
-    assert model_card.metadata(config, {}, "image", True)["license"] == "other"
-    assert "Of the base model `owner/model`: unknown" in model_card._licence(config, {})

@@ -1,5 +1,7 @@
 """Messages of refused calls and commands, each of them one line."""
 
+import re
+
 import pytest
 
 from flowgrpo.cli import main
@@ -31,3 +33,9 @@ def only_line(capsys, *arguments: object) -> str:
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("flowgrpo: error: ")
     return captured.err
+
+
+def refused(told: str, call, /, *arguments, error: type[BaseException] = UserError, **keywords) -> None:
+    """Require that a call is refused in one line in which this pattern is found."""
+    line = message(call, *arguments, error=error, **keywords)
+    assert re.search(told, line), line

@@ -9,7 +9,11 @@ import json
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants
 
 from tests.helpers.servers import running
 
@@ -39,6 +43,14 @@ class Hub(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+
+def reach(hub: Hub, patch: Any, cache: Path) -> None:
+    """Let the hub's client ask this one, and keep what it downloads in a folder of its own."""
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for name, value in (("HUGGINGFACE_CO_URL_TEMPLATE", template), ("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False),
+                        ("HF_HUB_CACHE", str(cache))):
+        patch.setattr(constants, name, value)
 
 
 class Handler(BaseHTTPRequestHandler):

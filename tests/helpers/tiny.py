@@ -107,6 +107,12 @@ def config(output: Path | str = "nowhere", **options: Any) -> Config:
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 
 
+def options(output: Path | str, **given: Any) -> dict[str, Any]:
+    """What `flowgrpo.align` is given beside a model, rewards, prompts and a method, for a run as of `config`."""
+    kept = config(output, **given).model_dump(exclude_unset=True)
+    return {key: value for key, value in kept.items() if key not in ("reward", "method", "model", "prompts")}
+
+
 def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) -> Trainer:
     """A Trainer as `train.run` makes it, on the tiny SD3."""
     settings = config(**options)

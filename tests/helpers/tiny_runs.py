@@ -3,6 +3,7 @@ causal and of a masked language model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,24 @@ def resume(made, other, folder: Path) -> None:
     state.restore(other, checkpoint.latest(folder / "checkpoints"))
 
 
+def whole(settings: Config, functions: dict[str, Any] | None = None, resume: bool = False, pipe: Any = None
+          ) -> dict[str, Any]:
+    """The summary of a run on the tiny SD3, or another pipeline, by `red`, or other rewards, with the six prompts."""
+    return run(settings, resume, pipe=pipe or tiny.sd3(), functions=functions or {"red": tiny.red},
+               prompts=[Prompt(text) for text in tiny.PROMPTS])
+
+
+def command(model: Path, folder: Path, reward: str, **options: Any) -> list[str]:
+    """The command line of a run of a recipe, which it writes beside prompts and the file of a reward `red`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(reward)
+    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
+                           prompts=str(folder / "prompts.txt"), **options)
+    (folder / "recipe.yaml").write_text(settings.yaml())
+    return ["train", "--trust", str(folder / "recipe.yaml")]
+
+
 def whole_and_resumed(arguments: Callable[..., Any], folder: Path, **options: Any) -> tuple[Path, Path]:
     """The folders of a run of three epochs, and of one that lost its third, which it ran again when it was resumed.
     arguments: of `run`, anew for each call: settings of a folder and of options, and a dictionary."""
@@ -132,6 +151,19 @@ def whole_and_resumed(arguments: Callable[..., Any], folder: Path, **options: An
     _, given = arguments(folder / "parts")
     run(part, resume=True, **given)
     return whole.folder, part.folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's epochs, as its folder has them."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def copies(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.detach().clone() for key, value in values.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return bool(one) and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def assert_same_weights(made, other, rtol: float = 0.0, atol: float = 0.0) -> None:

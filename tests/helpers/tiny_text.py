@@ -55,6 +55,18 @@ def config(output: Path | str = "nowhere", **options: Any) -> Config:
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 
 
+def files_of_a_run(folder: Path, loaded, prompts: str | None = None, **options: Any) -> Config:
+    """The configuration of a run that reads all from a folder: the model and what comes with it, prompts, one a line,
+    or those of a file, and a reward for short texts."""
+    for part in loaded:
+        part.save_pretrained(folder / "lm")
+    if prompts is None:
+        (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
+    return config(folder, model=str(folder / "lm"), prompts=prompts or str(folder / "prompts.txt"),
+                  reward=f"{folder / 'short.py'}:short", **options)
+
+
 def trainer(own: CausalLM | None = None, rewards=None, **options: Any) -> Trainer:
     """A Trainer as `run` makes it, on the tiny model."""
     settings = config(**options)

@@ -8,8 +8,6 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from flowgrpo.methods.distillation import (
-    ConsistencyDistillation,
-    DistributionMatching,
     consistency_target,
     matching_direction,
     preference_weights,
@@ -49,10 +47,8 @@ def noised(at: Normal, t: float) -> Normal:
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
 def test_the_gradient_is_that_of_the_kl_of_noised_gaussians(t):
     parameters = f64([-0.3, 0.9])
-
     def divergence(parameters):
         return kl_divergence(noised(Normal(*parameters), t), noised(TEACHER, t))
-
     def matched(parameters):
         """E of the difference of scores times d x_t / d parameters, from the direction without its divisor."""
         student = Normal(*parameters.detach())
@@ -62,7 +58,6 @@ def test_the_gradient_is_that_of_the_kl_of_noised_gaussians(t):
         size = (x0.detach() - real).abs()
         direction = matching_direction(x0.detach(), real, fake) * size  # (fake - real)
         return (MASS * ((1 - t) / t)**2 * direction * x0).sum()
-
     found = torch.autograd.grad(matched(parameters.requires_grad_()), parameters)[0]
     expected = torch.autograd.grad(divergence(parameters), parameters)[0]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -114,13 +109,10 @@ def test_consistency_targets_by_hand():
 def test_the_consistency_function_of_a_gaussian_is_its_own_target_but_for_the_error_of_an_euler_step():
     """The flow of N(m, c^2) keeps z: x_s = (1-s) m + r(s) z with r^2 = (1-s)^2 c^2 + s^2, and f(x_s, s) = m + c z."""
     m, c, z = TEACHER.loc, TEACHER.scale, f64(torch.linspace(-2, 2, 9).tolist())[:, None]
-
     def spread(s):
         return math.sqrt((1 - s)**2 * c**2 + s**2)
-
     def mean_velocity(x, s):
         return (x - m - c * (x - (1 - s) * m) / spread(s)) / s
-
     s, errors = 0.6, []
     x = (1 - s) * m + spread(s) * z
     velocity = -m + ((s - 1) * c**2 + s) / spread(s) * z  # d x_s / d s
@@ -130,12 +122,3 @@ def test_the_consistency_function_of_a_gaussian_is_its_own_target_but_for_the_er
         errors.append((target - mean_velocity(x, s)).abs().max().item())
     assert errors[0] < 5e-3  # of second order in the jump
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1) and errors[1] / errors[2] == pytest.approx(4, rel=0.1)
-
-
-def test_fields_are_checked():
-    for wrong in ({"weight": 0.0}, {"jumps": 1}, {"decay": 1.5}, {"delta": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            ConsistencyDistillation(**wrong)
-    for wrong in ({"weight": 0.0}, {"batch": 0}, {"text": "tuned"}, {"blend": 1.5}, {"fake_updates": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            DistributionMatching(**wrong)

@@ -87,7 +87,7 @@ def test_every_part_is_for_what_some_target_offers_and_every_offer_has_a_part():
 
 def test_a_part_of_a_users_own_says_what_it_is_for(tmp_path):
     (tmp_path / "own.py").write_text("""from dataclasses import dataclass
-from flowgrpo.objectives import PlainRatio
+from flowgrpo.objectives.ratios import PlainRatio
 
 @dataclass(frozen=True)
 class Mine(PlainRatio):

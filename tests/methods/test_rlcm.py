@@ -89,8 +89,8 @@ def test_with_the_mean_of_the_data_in_its_place_the_spread_is_lost():
 @pytest.mark.parametrize("process", POLICIES)
 def test_the_recorded_density_is_that_of_the_renoised_prediction(process):
     """Against torch's normal around the data that the pipeline's own scheduler predicts; the last step gives it."""
-    policy = POLICIES[process]()
-    run = trainer(process)
+    policy, run = POLICIES[process](), trainer(process)
+    assert run.method.rollout.kernel == {"flow": kernels.CPS(1.0), "vp": kernels.VPCPS(1.0)}[process]
     [exploration] = run.rollouts.explorations(0)
     assert exploration.schedule.trained == (0, 1, 2) and exploration.roots == exploration.group
     [part] = explore(policy, policy.encode(["red"]), [exploration], 8, seeder(0, 0))
@@ -140,11 +140,6 @@ def test_on_a_flow_it_draws_what_the_stock_scheduler_draws(seed):
 
 
 # --- the method -------------------------------------------------------------------------------------------------------
-def test_it_takes_the_form_of_the_process():
-    assert preset("rlcm").on("flow").rollout.kernel == kernels.CPS(1.0)
-    assert preset("rlcm").on("vp").rollout.kernel == kernels.VPCPS(1.0)
-
-
 @pytest.mark.parametrize("process", POLICIES)
 def test_an_epoch_counts_one_evaluation_per_step_and_begins_at_ratio_one(process):
     run = trainer(process, train__prompts=2, train__group=4)

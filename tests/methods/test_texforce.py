@@ -1,6 +1,5 @@
 """Text encoders in the graph: what is trained, what is encoded anew, and files that stock diffusers reads."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +18,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.tools.check import report
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 ALONE, BOTH = Adapted(denoisers=False, encoders=True), Adapted(denoisers=True, encoders=True)
 PIPES = {"sd3": tiny.sd3, "sd15": tiny.sd15, "flux": tiny.flux}
@@ -193,11 +193,10 @@ def test_the_preset_changes_what_is_trained_and_nothing_else():
 
 
 def test_something_has_to_be_trained():
-    with pytest.raises(UserError, match="denoisers and encoders are both false"):
-        overlay.with_parts(methods.preset("texforce"), {"adapted": {"encoders": False}})
+    none = {"adapted": {"encoders": False}}
+    assert "denoisers and encoders are both false" in message(overlay.with_parts, methods.preset("texforce"), none)
     pipe = tiny.sd3()
     pipe.text_encoder = pipe.text_encoder_2 = None
-    with pytest.raises(UserError, match="StableDiffusion3Pipeline has no text encoder to be trained"):
-        trainable_modules(pipe, ALONE)
+    assert "StableDiffusion3Pipeline has no text encoder to be trained" in message(trainable_modules, pipe, ALONE)
     with pytest.raises(UserError, match="adapter.encoder_targets.*match no module of the text_encoder"):
         PipelinePolicy(tiny.sd3(), Adapter(rank=2, encoder_targets=["nothing"]), adapted=ALONE)

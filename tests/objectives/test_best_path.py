@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from flowgrpo.objectives import AdaptiveClip, Clip
 from flowgrpo.objectives.supervised import LayerTuning
+from flowgrpo.objectives.surrogates import AdaptiveClip, Clip
 from flowgrpo.training import sampling
 from flowgrpo.training.credit import towards_best
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import RegressionTarget, Scored
-from tests.helpers import loop, tiny
+from tests.helpers import loop, tiny, updates
 from tests.helpers.tables import f64
 
 F64 = torch.float64
@@ -144,8 +144,7 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
 
 def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
     trainer = made(train__lr=1e-3, parts__tuning__weight=1.0)
-    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
-    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
+    [part], conditioning = updates.credited(trainer)
     still = type(part)(**{**vars(part), "advantages": tuple(torch.zeros_like(a) for a in part.advantages)})
     def pull() -> float:
         with torch.no_grad():
@@ -163,15 +162,12 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
 
 def test_pruned_edges_have_no_goal_left():
     trainer = made(parts__selection={"type": "BestWorst", "n": 2})
-    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
-    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
+    [part], conditioning = updates.credited(trainer)
     for taken in part.transitions:
         assert len(taken.regression_target.mean) == len(taken.regression_target.weight) == len(taken.parent) <= 4
     loop.backward(trainer, part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), UpdateStats())
 
 
 def test_without_a_weight_no_goal_is_kept():
-    trainer = made(parts__tuning__weight=0.0)
-    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
-    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
+    [part], _ = updates.credited(made(parts__tuning__weight=0.0))
     assert all(taken.regression_target is None and taken.old.mean is None for taken in part.transitions)

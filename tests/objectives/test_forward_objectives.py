@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flowgrpo.gaussian import log_prob
-from flowgrpo.objectives import Clip, PlainRatio, Sigma
 from flowgrpo.objectives.forward_process import (
     CentredReward,
     GroupPreference,
@@ -16,7 +15,9 @@ from flowgrpo.objectives.forward_process import (
     StepPreference,
     goodness,
 )
-from flowgrpo.objectives.ratios import Matching, error
+from flowgrpo.objectives.ratios import Matching, PlainRatio, error
+from flowgrpo.objectives.reductions import Sigma
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.samplers.noised_finals import matching
 from flowgrpo.types import Gaussian, GroupStatistics, NoisedBatch, Scored
 from tests.helpers.tables import close, draw, f64
@@ -207,6 +208,9 @@ def test_dpo_at_ties():
     equal = dpo(new, with_error([0.5, 0.5]), [0.3, 0.3])  # no sample is the better one
     close(equal.detach(), [[math.log(2)]] * 2)
     assert torch.autograd.grad(equal.sum(), new.logp)[0].abs().max() == 0
+    new = with_error([0.3], grad=True)  # one without a partner
+    loss = dpo(new, with_error([0.5]), [1.0])
+    assert loss.item() == 0 and torch.autograd.grad(loss.sum(), new.logp)[0].item() == 0
     v, _, u = (each[:1] for each in velocities())
     twice = scored(v.expand(2, *DIMS), u.expand(2, *DIMS))  # one sample, preferred to itself
     [found] = torch.autograd.grad(dpo(twice, with_error([1.0, 1.0]), [1.0, -1.0]).sum(), v, retain_graph=True)
@@ -225,12 +229,6 @@ def test_dpos_gradient_is_that_of_all_pairs():
     close(loss.mean().detach(), whole.item())
     expected = torch.autograd.grad(whole, new.logp, retain_graph=True)[0]
     close(torch.autograd.grad(loss.mean(), new.logp)[0], expected.tolist())
-
-
-def test_a_sample_without_a_partner_has_no_loss():
-    new = with_error([0.3], grad=True)
-    loss = dpo(new, with_error([0.5]), [1.0])
-    assert loss.item() == 0 and torch.autograd.grad(loss.sum(), new.logp)[0].item() == 0
 
 
 # --- pso -------------------------------------------------------------------------------------------------------------

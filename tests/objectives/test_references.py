@@ -4,15 +4,13 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
-from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, WeightAverage
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.endings import save_whole
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "PreviousPolicy", "every": 2},
          "soup": {"type": "WeightAverage", "every": 1, "size": 2}}
@@ -137,8 +135,7 @@ def test_a_soup_of_whole_models_is_their_weighted_mean(tmp_path):
     for key, value in soup.items():
         torch.testing.assert_close(value, 0.25 * first[key] + 0.75 * second[key])
     (tmp_path / "2").mkdir()
-    with pytest.raises(UserError, match="parts.reference.models .*2: got no weight transformer"):
-        policy.weights.soup([str(tmp_path / "2")], ())
+    assert "2: got no weight transformer" in message(policy.weights.soup, [str(tmp_path / "2")], ())
 
 
 # --- in a run --------------------------------------------------------------------------------------------------------
@@ -241,14 +238,6 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
-def test_a_recipe_names_its_reference():
-    assert preset("flow_grpo").parts()["reference"] == Base()
-    method = with_parts(preset("flow_grpo"), {"reference": {"type": "WeightAverage", "every": 5}})
-    assert method.loss.reference == WeightAverage(every=5)
-    with pytest.raises(UserError, match="parts.reference.type: got Sliding, expected one of Base, EMA"):
-        with_parts(preset("flow_grpo"), {"reference": {"type": "Sliding"}})
-
-
 def test_a_reference_is_read_where_a_kl_rises():
     settings = tiny.config(parts=recipe({"type": "EMA"}, weight=0.0, schedule={"type": "Linear", "last": 0.1}))
     assert resolve(settings).loss.reference == EMA()

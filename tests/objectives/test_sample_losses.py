@@ -10,8 +10,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from flowgrpo.methods import preset
 from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import CompletionRatio, Matching, PlainRatio
 from flowgrpo.objectives.forward_process import Preference
+from flowgrpo.objectives.ratios import CompletionRatio, Matching, PlainRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss, PairwisePreference, Regressed
 from flowgrpo.rollouts.loss_inputs import NoisedInputs

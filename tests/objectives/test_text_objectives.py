@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from flowgrpo.advantages.baselines import Correctness, Signed
-from flowgrpo.methods import preset
-from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduce_loss
 from flowgrpo.objectives.sequence_losses import (
@@ -20,9 +17,8 @@ from flowgrpo.objectives.sequence_losses import (
 )
 from flowgrpo.text.losses import RandomPolicyValue
 from flowgrpo.training import sampling
-from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
-from tests.helpers import loop, tiny_text
+from tests.helpers import tiny_text, updates
 from tests.helpers.tables import close, draw, f64
 
 # Two groups, of 3 and 2 completions of up to 4 tokens; numbers of them by which float32 divides exactly.
@@ -65,17 +61,6 @@ def written_out(loss, scale=0.3) -> torch.Tensor:
 
 
 # TOPR
-def test_the_ratio_of_a_completion_is_that_of_its_tokens_together():
-    new, old = scored(1), scored(2)
-    new.logp.requires_grad_()
-    found = CompletionRatio()(new, old)
-    whole = ((new.logp - old.logp) * MASK).sum(1)
-    torch.testing.assert_close(found, whole[:, None].expand(5, 4), rtol=0, atol=1e-12)
-    found.sum().backward()
-    close(new.logp.grad, torch.ones(5, 4).tolist())
-    assert (CompletionRatio()(old, old) == 0).all()
-
-
 def test_bad_samples_are_tapered_and_good_ones_are_not():
     # Ratios 5, 1, 0.01 of a good and of a bad sample; the gradient by the log-ratio is -A w.
     log_ratio = f64([[5, 1, 0.01], [5, 1, 0.01]]).log().requires_grad_()
@@ -152,28 +137,27 @@ def test_discos_gradient_is_that_of_the_groups_losses(score, temperature, delta)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
+def of_single_tokens(advantage) -> torch.Tensor:
+    """The gradient of DisCO's loss by log p, of completions of one token in one group, at the old policy."""
+    zero = torch.zeros(len(advantage), 1, dtype=torch.float64)
+    new = Scored(zero.clone().requires_grad_(), zero == 0)
+    peers = GroupStatistics(torch.zeros(len(advantage), 2, dtype=torch.float64), advantage, zero[:, 0].long())
+    compared = CompletionBatch(new, new, new.logp, torch.arange(len(advantage)), zero.long(), new.mask, None, peers)
+    Discriminative()(new.logp - new.logp.detach(), advantage[:, None], compared).mean().backward()
+    return new.logp.grad[:, 0]
+
+
 def test_discos_weight_does_not_depend_on_how_many_are_right():
     # Of 8 completions 1 or 4 are right: together they pull by the same, and the wrong ones push by it.
     for right in (1, 4):
-        new = Scored(torch.zeros(8, 1, dtype=torch.float64), torch.ones(8, 1).bool())
-        advantage = torch.where(torch.arange(8) < right, 1 - right / 8, -right / 8).double()
-        peers = GroupStatistics(torch.zeros(8, 2, dtype=torch.float64), advantage, torch.zeros(8).long())
-        compared = CompletionBatch(new, new, new.logp, torch.arange(8), torch.zeros(8, 1).long(), new.mask, None, peers)
-        new.logp.requires_grad_()
-        Discriminative()(new.logp - new.logp.detach(), advantage[:, None], compared).mean().backward()
-        close(new.logp.grad[:right].sum(), -1)
-        close(new.logp.grad[right:].sum(), 1)
+        found = of_single_tokens(torch.where(torch.arange(8) < right, 1 - right / 8, -right / 8).double())
+        close(found[:right].sum(), -1)
+        close(found[right:].sum(), 1)
 
 
 def test_right_completions_are_weighted_by_their_advantages():
     # Of four completions three are right, with shares 1/2, 1/3 and 1/6 of the pull.
-    new = Scored(torch.zeros(4, 1, dtype=torch.float64), torch.ones(4, 1).bool())
-    advantage = f64([0.6, 0.4, 0.2, -0.75])
-    peers = GroupStatistics(torch.zeros(4, 2, dtype=torch.float64), advantage, torch.zeros(4).long())
-    compared = CompletionBatch(new, new, new.logp, torch.arange(4), torch.zeros(4, 1).long(), new.mask, None, peers)
-    new.logp.requires_grad_()
-    Discriminative()(new.logp - new.logp.detach(), advantage[:, None], compared).mean().backward()
-    close(new.logp.grad[:, 0], [-1 / 2, -1 / 3, -1 / 6, 1])
+    close(of_single_tokens(f64([0.6, 0.4, 0.2, -0.75])), [-1 / 2, -1 / 3, -1 / 6, 1])
 
 
 def test_within_its_trust_region_disco_has_no_penalty():
@@ -318,30 +302,16 @@ def test_a_tenth_of_the_pull_keeps_all_right_answers():
     assert pulled < 0.2 < 0.3 < pushed and wrong < 0.02 and left < 0.02
 
 
-def test_the_entropy_of_tokens_goes_with_an_advantage_of_each():
-    assert resolve(tiny_text.config(method="gigpo+high_entropy"), "tokens").reads_entropy
-
-
-def test_parts_of_texts_are_named_in_recipes():
-    method = with_parts(preset("grpo"), {"surrogate": {"type": "Discriminative", "score": "ratio", "temperature": 1.0},
-                                         "advantage": {"type": "Correctness"}})
-    assert method.loss.surrogate == Discriminative("ratio", 1.0) and method.credit.advantage == Correctness()
-
-
 @pytest.mark.parametrize("method", ["disco", "reg_grpo", "trpa"])
 def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
     for size, passes in ((8, 1), (3, 2)):
         trainer = tiny_text.trainer(tiny_text.policy(), {"short": lambda texts, prompts: [len(t) for t in texts]},
                                     method=method, train__micro_batch=size)
-        batch = trainer.prompts[:2]
-        parts, asked, scores = sampling.sample(trainer, batch)
-        parts = [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None]
+        parts, asked = updates.credited(trainer)
         seen, replay = [], trainer.rollouts.replay
-        trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
         def counted(part, conditioning):
             seen.append(len(part.transitions[0].ids))
             return replay(part, conditioning)
         trainer.rollouts.replay = counted
-        for part in parts:
-            loop.backward(trainer, part, asked, {0: 1.0}, 8, UpdateStats())
+        updates.gradient(trainer, parts, asked)
         assert len(seen) == len(parts) * (passes + (method == "trpa"))

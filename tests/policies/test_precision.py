@@ -71,7 +71,6 @@ def test_auto_takes_a_device_that_works():
     assert pick_device("auto") == expected and pick_device("cpu") == "cpu"
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def recipe(tmp_path):
     """A recipe that leaves the precision to the machine."""

@@ -1,26 +1,18 @@
 """ImageReward and VQAScore on a tiny random BLIP, against the network written out, one image at a time."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import image_reward, local_model
 from flowgrpo.rewards.image_reward import ImageReward
 from flowgrpo.rewards.vqa_score import VqaScore
-from tests.helpers.refusals import message
-from tests.helpers.tiny_blip import (
-    HEADS,
-    PROMPTS,
-    QUESTION,
-    TINY_TEXT,
-    TINY_VISION,
-    normalised,
-    pictures,
-    released,
-    tiny_network,
-)
+from tests.helpers import tiny_blip
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_blip import HEADS, PROMPTS, QUESTION, normalised, pictures, released, tiny_network
 
 
 def written_out(state: dict[str, torch.Tensor], picture: torch.Tensor, ids: list[int]) -> float:
@@ -96,9 +88,9 @@ def test_the_checkpoint_has_its_names_and_another_is_refused(tmp_path):
     assert set(image_reward.rename_tensors(released())) == set(tiny_network(released()).state_dict())
     state = released()
     state["mlp.layers.7.weight"] = torch.zeros(2, 16)
-    with pytest.raises(UserError, match="x.pt cannot be loaded .*give the checkpoint that was made for this reward"):
-        local_model.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT),
-                         image_reward.rename_tensors(state), "x.pt")
+    refused("x.pt cannot be loaded .*give the checkpoint that was made for this reward", local_model.fill,
+            "imagereward", image_reward.network(tiny_blip.TINY_VISION, tiny_blip.TINY_TEXT),
+            image_reward.rename_tensors(state), "x.pt")
 
 
 def answered(model, texts, queries, image: torch.Tensor, prompt: str, answer: str) -> float:
@@ -128,7 +120,5 @@ def test_vqa_score_is_the_probability_of_the_answer(answering, batch, answer):
 def test_braces_and_decoders(answering):
     reward = VqaScore(question=QUESTION, dtype="fp32", device="cpu", parts=answering)
     assert reward(pictures(1), ["a {cube} of {}"]).shape == (1,)
-    class Decoder:
-        config = type("Config", (), {"use_decoder_only_language_model": True})
-
-    assert "no InstructBLIP on an encoder-decoder" in message(lambda: VqaScore(parts=(Decoder(), *answering[1:])))
+    decoder = SimpleNamespace(config=SimpleNamespace(use_decoder_only_language_model=True))
+    assert "no InstructBLIP on an encoder-decoder" in message(VqaScore, parts=(decoder, *answering[1:]))

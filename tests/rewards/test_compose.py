@@ -13,11 +13,10 @@ from flowgrpo.advantages.group import combine
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.contrib import verdicts
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import combine as combined
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["a", "bb", "ccc", "dddd"]
@@ -81,13 +80,11 @@ def test_mistakes_in_a_rule_have_their_path(rule, told):
     assert message(config.validate, {"reward": {"ocr": rule}}, "r.yaml").startswith(f"r.yaml: {told}")
 
 
-@pytest.mark.parametrize("given, told", [
-    ({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
-    ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than 0"),
-    (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
-    (3, "eval.rewards: got 3, expected a valid list or a valid dictionary")])
-def test_mistakes_in_watched_rewards_have_their_path(given, told):
-    assert message(config.validate, {"eval": {"rewards": given}}, "r.yaml").startswith(f"r.yaml: {told}")
+    for given, line in (({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
+                        ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than"),
+                        (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
+                        (3, "eval.rewards: got 3, expected a valid list or a valid dictionary")):
+        assert message(config.validate, {"eval": {"rewards": given}}, "r.yaml").startswith(f"r.yaml: {line}")
 
 
 # --- which prompts a reward is asked for -----------------------------------------------------------------------------
@@ -155,36 +152,29 @@ def plain(images, prompts):
 """
 
 
-@pytest.fixture
-def file(tmp_path, monkeypatch):
+def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "weighing.py").write_text(FILE)
-    return tmp_path / "weighing.py"
-
-
-def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(file):
+    file = tmp_path / "weighing.py"
+    file.write_text(FILE)
     rules = {"once": WatchRule(use=f"{file}:Weighing", args={"factor": 1}),
              "twice": WatchRule(use=f"{file}:Weighing", args={"factor": 2, "least": 5}), f"{file}:plain": WatchRule()}
     found = rewards.score(rewards.compose(rules), IMAGES, PROMPTS, METADATA)
     assert numbers(found) == [[1, 2, 3, 4], [5, 5, 6, 8], [1] * 4]
 
 
-@pytest.mark.parametrize("name, arguments, told", [
-    ("Weighing", {"fcator": 1}, "takes no argument 'fcator': did you mean 'factor'?"),
-    ("Weighing", {"least": 1}, "needs args: {factor: ...}: give them in its rule"),
-    ("Weighing", {}, "needs args: {factor: ...}: give them in its rule"),
-    ("plain", {"factor": 1}, "takes no args: it is not a class, got factor")])
-def test_arguments_that_do_not_fit_are_told(file, name, arguments, told):
-    assert told in message(rewards.compose, {"mine": WatchRule(use=f"{file}:{name}", args=arguments)})
+    for name, args, told in (("Weighing", {"fcator": 1}, "takes no argument 'fcator': did you mean 'factor'?"),
+                             ("Weighing", {"least": 1}, "needs args: {factor: ...}: give them in its rule"),
+                             ("Weighing", {}, "needs args: {factor: ...}: give them in its rule"),
+                             ("plain", {"factor": 1}, "takes no args: it is not a class, got factor")):
+        assert told in message(rewards.compose, {"mine": WatchRule(use=f"{file}:{name}", args=args)})
 
 
 def test_objects_and_nested_readers():
     spy = Spy()
     assert rewards.compose({"spy": WatchRule()}, given={"spy": spy})["spy"].function is spy
     assert "takes no args" in message(lambda: rewards.compose({"spy": WatchRule(args={"a": 1})}, given={"spy": spy}))
-    config = tiny.config(train__staleness=1)
-    with pytest.raises(UserError, match="the reward 'it', which reads the policy"):
-        extensions.check(loop.setup(config, "pipeline", rewards={"it": nested(own)}))
+    stale = loop.setup(tiny.config(train__staleness=1), "pipeline", rewards={"it": nested(own)})
+    assert "the reward 'it', which reads the policy" in message(extensions.check, stale)
 
 
 # --- what a reward judges --------------------------------------------------------------------------------------------
@@ -201,8 +191,7 @@ def test_another_modality_is_refused_where_it_is_known():
                 rewards.score, {"mine": mine}, outputs, PROMPTS, METADATA)
     of_videos.about = rewards.About(modality="image/video")
     rewards.require_modality({"mine": of_videos}, "image")
-    with pytest.raises(ValueError, match="modality is 'picture', expected image, video, text"):
-        rewards.About(modality="picture")
+    refused("modality is 'picture', expected image, video, text", rewards.About, modality="picture", error=ValueError)
 
 
 def test_a_reward_of_videos_is_refused_before_a_image_is_drawn(tmp_path):
@@ -218,41 +207,29 @@ def test_a_reward_of_videos_is_refused_before_a_image_is_drawn(tmp_path):
 
 
 def test_an_error_names_the_label_of_a_reward_that_has_another_name(tmp_path):
-    with pytest.raises(UserError, match=r"^reward 'mine' \(gated\): thresholds is \(\), expected a list of 1"):
-        rewards.compose({"mine": WatchRule(use="gated", args={"rewards": ["sharpness", "piqe"]})})
+    mine = {"mine": WatchRule(use="gated", args={"rewards": ["sharpness", "piqe"]})}
+    refused(r"^reward 'mine' \(gated\): thresholds is \(\), expected a list of 1", rewards.compose, mine)
     (tmp_path / "odd.py").write_text("from flowgrpo.errors import UserError\n\ndef odd(images, prompts):\n"
                                      f"    raise UserError(\"reward '{tmp_path}/odd.py:odd': no\")\n")
-    [made] = rewards.compose({"mine": WatchRule(use=f"{tmp_path}/odd.py:odd")}).values()
-    with pytest.raises(UserError, match=rf"^reward 'mine' \({tmp_path}/odd.py:odd\): no$"):
-        rewards.score({"mine": made}, torch.zeros(1, 3, 8, 8), ["a"], [{}])
+    mine = rewards.compose({"mine": WatchRule(use=f"{tmp_path}/odd.py:odd")})
+    assert message(rewards.score, mine, IMAGES, PROMPTS, METADATA) == f"reward 'mine' ({tmp_path}/odd.py:odd): no"
 
 
-RECIPE = {"reward": {
-    "score": {"use": "numeric_match", "args": {"tolerance": 0.1}, "when": {"task": "score"}},
-    "damage": {"use": "exact_match", "when": {"task": "damage"}},
-    "format_tags": {"args": {"tags": ["answer"]}, "weight": 0.1}}}
-
-
-def scores(composed, task: str, answer: str, texts: list[str]) -> torch.Tensor:
-    metadata = [{"task": task, "answer": answer}] * len(texts)
-    return rewards.score(composed, texts, ["p"] * len(texts), metadata)[None]
-
-
-@pytest.fixture
-def composed():
-    return rewards.compose(validate(RECIPE).trained)
-
-
-def test_tolerance_and_saturated_tasks(composed):
+def test_tolerance_and_saturated_tasks():
     """Of a mean opinion of 4, 0.1 of it is 0.4 either way."""
-    found = scores(composed, "score", "4", [f"<answer>{x}</answer>" for x in (4, 4.4, 4.5, 3.6, 3.5)])[0]
+    recipe = validate({"reward": {
+        "score": {"use": "numeric_match", "args": {"tolerance": 0.1}, "when": {"task": "score"}},
+        "damage": {"use": "exact_match", "when": {"task": "damage"}},
+        "format_tags": {"args": {"tags": ["answer"]}, "weight": 0.1}}})
+    composed, weights = rewards.compose(recipe.trained), list(recipe.rewards.values())
+    def scores(task: str, answer: str, *said) -> torch.Tensor:
+        texts = [f"<answer>{each}</answer>" for each in said]
+        return rewards.score(composed, texts, ["p"] * len(said), [{"task": task, "answer": answer}] * len(said))[None]
+    [found] = scores("score", "4", 4, 4.4, 4.5, 3.6, 3.5)
     assert found[:, 0].tolist() == [1, 1, 0, 1, 0] and found[:, 1].isnan().all() and (found[:, 2] == 1).all()
-    weights = list(validate(RECIPE).rewards.values())
-    done = combine(scores(composed, "score", "4", ["<answer>4</answer>"] * 4), weights)
-    going = combine(scores(composed, "damage", "blur", ["<answer>blur</answer>", *["<answer>noise</answer>"] * 3]),
-                    weights)
-    assert (done == 0).all() and going[0, 0] == pytest.approx(0.75 / 0.5, abs=1e-6) and math.isclose(
-        going.sum().item(), 0, abs_tol=1e-6)
+    assert (combine(scores("score", "4", 4, 4, 4, 4), weights) == 0).all()
+    going = combine(scores("damage", "blur", "blur", *["noise"] * 3), weights)
+    assert going[0, 0] == pytest.approx(0.75 / 0.5, abs=1e-6) and math.isclose(going.sum().item(), 0, abs_tol=1e-6)
 
 
 def visiting(outputs, prompts, metadata, memory, epoch):
@@ -288,8 +265,7 @@ def test_an_epoch_reaches_nested_rewards_and_each_has_a_memory_of_its_own(depth)
     assert visits(memory) == [[7, 8]] * 2
     assert scored(reward, memory=memory) != scored(reward, memory=memory)  # NaN: of no epoch
     assert visits(memory) == [[7, 8]] * 2
-    with pytest.raises(UserError, match="remembers all prompts, and got 2 processes: run it in one"):
-        rewards.require_memory({"it": reward}, 2)
+    refused("remembers all prompts, and got 2 processes: run it in one", rewards.require_memory, {"it": reward}, 2)
 
 
 def test_the_memory_of_nested_rewards():
@@ -308,33 +284,25 @@ def test_the_memory_of_nested_rewards():
     assert scored(nested(own), policy=5) == 5
 
 
-@pytest.mark.parametrize("part, told", [
-    (own, "scores with the model that is trained, which changes: set cache: false"),
-    (visiting, "scores by the epoch or by earlier ones: set cache: false")])
-def test_scores_that_change_are_not_kept_for_a_nested_reward_either(part, told, tmp_path):
-    for reward in (part, nested(part)):
-        with pytest.raises(UserError, match=told):
-            rewards.compose({"it": RewardRule(cache=True)}, str(tmp_path), {"it": reward})
-
-
-@pytest.mark.parametrize("when", [{"tsk": "t"}, {"task": "u"}])
-def test_a_typo_in_the_route_of_a_gate_is_told(when):
-    gate = {"use": "over_saturation", "when": when}
-    composed = rewards.compose({"whole": RewardRule(args={"rewards": [gate, "sharpness"], "thresholds": [0]},
-                                                    use="gated", when={"task": "t"})})
-    with pytest.raises(UserError, match=r"reward 'whole\[0\]' applies to no prompt: its `when` is .* has task") as told:
-        rewards.require_routes(composed, [{"task": "t"}, {"task": "u"}])
-    assert "\n" not in str(told.value) and "metadata of 1 prompt has" in str(told.value)  # to which the whole applies
+def test_scores_that_change_are_not_kept_for_a_nested_reward_either(tmp_path):
+    for part, told in ((own, "scores with the model that is trained, which changes: set cache: false"),
+                       (visiting, "scores by the epoch or by earlier ones: set cache: false")):
+        for reward in (part, nested(part)):
+            refused(told, rewards.compose, {"it": RewardRule(cache=True)}, str(tmp_path), {"it": reward})
 
 
 def test_routes_and_keys_of_nested_rewards():
-    gate = {"use": "over_saturation", "when": {"task": "t"}}
-    rewards.require_routes(rewards.compose({"whole": RewardRule(
-        use="gated", args={"rewards": [gate, "sharpness"], "thresholds": [0]})}), [{"task": "t"}, {}])
-    composed = rewards.compose({"it": RewardRule(use="tiered", args={
-        "rewards": [{"use": "ternary", "args": {"rewards": [{"use": "exact_match", "args": {"key": "anser"}}]}}]})})
-    with pytest.raises(UserError, match=r"reward 'it\[0\]\[0\]' compares with metadata.anser, which none of the 1"):
-        rewards.require_routes(composed, [{"answer": "x"}])
+    def gated(gate: dict, **rule):
+        args = {"rewards": [{"use": "over_saturation", "when": gate}, "sharpness"], "thresholds": [0]}
+        return rewards.compose({"whole": RewardRule(use="gated", args=args, **rule)})
+    for typo in ({"tsk": "t"}, {"task": "u"}):  # of the one prompt to which the whole applies
+        refused(r"reward 'whole\[0\]' applies to no prompt: its `when` is .* metadata of 1 prompt has task",
+                rewards.require_routes, gated(typo, when={"task": "t"}), [{"task": "t"}, {"task": "u"}])
+    rewards.require_routes(gated({"task": "t"}), [{"task": "t"}, {}])
+    key = {"use": "ternary", "args": {"rewards": [{"use": "exact_match", "args": {"key": "anser"}}]}}
+    composed = rewards.compose({"it": RewardRule(use="tiered", args={"rewards": [key]})})
+    assert "reward 'it[0][0]' compares with metadata.anser, which none of the 1" in message(
+        rewards.require_routes, composed, [{"answer": "x"}])
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -358,8 +326,8 @@ def test_gradients_of_combinations():
     assert not verdicts.Ternary([red]).differentiable  # a step has no slope
     rewards.require_gradient({"it": nested(soft)})
     assert "reward 'it' is not differentiable" in message(rewards.require_gradient, {"it": hard})
-    with pytest.raises(UserError, match=r"reward 'it\[0\]' has on_error or timeout"):
-        rewards.require_gradient({"it": combined.Tiered([{"use": "over_saturation", "timeout": 5}])})
+    assert "reward 'it[0]' has on_error or timeout" in message(
+        rewards.require_gradient, {"it": combined.Tiered([{"use": "over_saturation", "timeout": 5}])})
     images = torch.tensor([[0.75, 0.5, 0], [0.25, 0.5, 0]])[:, :, None, None].expand(2, 3, 2, 2)
     value, gradient = values(combined.Gated([red, green], [0.5]), images, [{}, {}])
     assert value.tolist() == [1.0, 0.0]

@@ -9,13 +9,13 @@ import torch
 from PIL import Image, ImageFilter
 from scipy import ndimage
 from torchvision.utils import save_image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from flowgrpo import rewards
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import guards
 from flowgrpo.rewards.guards import jpeg_compressibility, jpeg_incompressibility, sharpness
 from flowgrpo.rewards.preprocessing import eight_bit, grey
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, f64
 
 
@@ -66,8 +66,8 @@ def test_likeness_to_the_base_models_image(tmp_path):
     metadata = [{"base_image": f"{tmp_path}/base.png"}] * 2 + [{"base_image": f"{tmp_path}/large.png"}, {}]
     found = scored("base_similarity", flat(0.2, 0.7, 0.7, 0.7), metadata=metadata)
     assert found[:3] == pytest.approx([1, 0.5, 0.7], abs=1e-5) and math.isnan(found[3])
-    with pytest.raises(UserError, match="the base model's image .*gone.png cannot be read"):
-        scored("base_similarity", flat(0.2), metadata=[{"base_image": f"{tmp_path}/gone.png"}])
+    refused("the base model's image .*gone.png cannot be read", scored, "base_similarity", flat(0.2),
+            metadata=[{"base_image": f"{tmp_path}/gone.png"}])
 
 
 # --- grids -----------------------------------------------------------------------------------------------------------
@@ -87,38 +87,30 @@ def test_the_spectrum_is_the_variance_that_the_phase_explains(period, length):
         assert found == pytest.approx(explained(profile, period), abs=1e-9)
 
 
-def natural(size: int = 128) -> np.ndarray:
+def grids(*each: tuple[int, float, bool], size: int = 128) -> torch.Tensor:
+    """Images with steps of brightness at every border of patches: their period, strength, and whether in rows too."""
     rough = ndimage.gaussian_filter(np.random.default_rng(3).normal(size=(size, size)), 2)
-    return 0.5 + 0.15 * rough / rough.std()
-
-
-def grid(size: int, period: int, strength: float, down: bool) -> np.ndarray:
-    """Steps of brightness at every border of patches, in columns or in rows."""
-    levels = np.random.default_rng(4).normal(size=(size // period, size // period)) * strength
-    patches = levels.repeat(period, 0).repeat(period, 1)
-    return patches if down else patches[:1].repeat(size, 0)
+    images = []
+    for period, strength, down in each:
+        levels = np.random.default_rng(4).normal(size=(size // period, size // period)) * strength
+        patches = levels.repeat(period, 0).repeat(period, 1)
+        images.append(0.5 + 0.15 * rough / rough.std() + (patches if down else patches[:1].repeat(size, 0)))
+    return torch.from_numpy(np.stack(images)).float()[:, None].expand(-1, 3, -1, -1)
 
 
 def test_grids_at_their_period_and_strength():
-    clean, both, columns, other, flat_one = (torch.from_numpy(picture).float().expand(3, -1, -1) for picture in (
-        natural(), natural() + grid(128, 16, 0.2, True), natural() + grid(128, 16, 0.2, False),
-        natural() + grid(128, 32, 0.2, True), np.full((128, 128), 0.3)))
-    clean, both, columns, other, flat_one = scored("grid_artefacts",
-                                                   torch.stack([clean, both, columns, other, flat_one]))
-    assert clean > -0.15 and both < -0.5 and columns < -0.5 and flat_one == 0
+    clean, both, columns, other = scored("grid_artefacts", grids((16, 0, True), (16, 0.2, True), (16, 0.2, False),
+                                                                 (32, 0.2, True)))
+    assert clean > -0.15 and both < -0.5 and columns < -0.5 and scored("grid_artefacts", flat(0.3, size=128)) == [0]
     assert other > both  # borders at every second place alone
-    [seen_at_8] = scored("grid_artefacts", torch.from_numpy(natural() + grid(128, 8, 0.2, True)).float().expand(
-        1, 3, -1, -1), period=8)
+    [seen_at_8] = scored("grid_artefacts", grids((8, 0.2, True)), period=8)
     assert seen_at_8 < -0.5
-    images = torch.stack([torch.from_numpy(natural() + grid(128, 16, strength, True)).float().expand(3, -1, -1)
-                          for strength in (0, 0.05, 0.1, 0.4)])
-    found = scored("grid_artefacts", images)
+    found = scored("grid_artefacts", grids(*((16, strength, True) for strength in (0, 0.05, 0.1, 0.4))))
     assert found == sorted(found, reverse=True) and len(set(found)) == 4 and min(found) >= -1
     profiles = torch.rand(4000, 255, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = guards.periodic(profiles, 16)
     assert (found > 0).double().mean().item() == pytest.approx(0.45, abs=0.1) and found.mean() < 0.03
-    with pytest.raises(UserError, match=r"got images of \[32, 32\] pixels, expected at least 49, three periods"):
-        scored("grid_artefacts", flat(0.5))
+    assert "got images of [32, 32] pixels, expected at least 49, three" in message(scored, "grid_artefacts", flat(0.5))
     assert "period is 1, expected 2 pixels or more" in message(rewards.find, "grid_artefacts", {"period": 1})
 
 
@@ -191,15 +183,13 @@ def test_sharpness_of_blurs_by_hand_and_by_scipy():
     assert blurred < clean < noisy  # noise counts as sharp
 
 
-@pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
-def test_a_image_without_an_inside_has_no_sharpness(height, width):
-    with pytest.raises(UserError, match=f"got images of {width} x {height} pixels, expected 3 x 3 or more"):
-        scores_of(sharpness, np.zeros((height, width)))
+    for height, width in ((1, 1), (2, 9), (9, 2)):
+        assert f"got images of {width} x {height} pixels, expected 3 x 3 or more" in message(
+            scores_of, sharpness, np.zeros((height, width)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
     torch.manual_seed(0)
     config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
                        patch_size=8, id2label={0: "normal", 1: "nsfw"}, label2id={"normal": 0, "nsfw": 1},
@@ -210,16 +200,12 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def loaded(folder: str):
-    from transformers import ViTForImageClassification
-    return ViTForImageClassification.from_pretrained(folder).eval()
-
-
 @pytest.mark.fast
 def test_probabilities_of_safety_by_size_and_class(folder):
     images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # of its size already: only scaled to [-1, 1], of 256 steps
-        expected = loaded(folder)((images * 255).round() / 127.5 - 1).logits.softmax(-1)[:, 0]
+        model = ViTForImageClassification.from_pretrained(folder).eval()
+        expected = model((images * 255).round() / 127.5 - 1).logits.softmax(-1)[:, 0]
     reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     found = rewards.score({"safety": reward}, images, [""] * 3, [{}] * 3)[:, 0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -232,5 +218,5 @@ def test_probabilities_of_safety_by_size_and_class(folder):
     torch.testing.assert_close(reward(images, [""] * 35)[32:], reward(images[32:], [""] * 3), rtol=0, atol=1e-6)
     both = rewards.find("safety", {"model": folder, "unsafe": ["NSFW", "normal"], "device": "cpu"})
     assert both(torch.rand(2, 3, 16, 16), [""] * 2).tolist() == pytest.approx([0, 0], abs=1e-6)
-    with pytest.raises(UserError, match="unsafe is porn, but the classes of .* are normal, nsfw"):
-        rewards.find("safety", {"model": folder, "unsafe": ["porn"]})
+    refused("unsafe is porn, but the classes of .* are normal, nsfw", rewards.find, "safety",
+            {"model": folder, "unsafe": ["porn"]})

@@ -25,10 +25,10 @@ from flowgrpo.rewards.failures import within
 from flowgrpo.rewards.find import BUILT_IN, find, locate
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.qwen2_vl import MARKS
-from flowgrpo.rewards.score import score
 from flowgrpo.training import sampling
 from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_runs import assert_same_weights
 from tests.helpers.tiny_scorers import PROMPTS, pictures
 from tests.rewards.test_guards import folder  # noqa: F401  # a fixture
 
@@ -81,9 +81,7 @@ def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, w
     for other, marks in (("hpsv3", "<|Reward|>"), ("videoalign", "".join(MARKS))):
         (tmp_path / f"{other}.txt").write_text("{text_prompt}" + marks)
         further[other] = {"instruction": str(tmp_path / f"{other}.txt")}
-    with pytest.raises(UserError, match=told) as error:
-        find(name, wrong | further.get(name, {}))
-    assert "\n" not in str(error.value) and f"reward {name!r}" in str(error.value)
+    refused(f"(?=.*reward {name!r}).*{told}", find, name, wrong | further.get(name, {}))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -125,14 +123,13 @@ def test_weights_are_loaded_at_the_first_call_where_that_is_asked():
 
 def test_devices_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert local_model.devices()[:2] == ["cuda:0", "cuda:1"] and local_model.devices()[-1] == "cpu"
 
 
 def test_pickles_and_long_reasons(pick, tmp_path):
     torch.save({"weight": torch.nn.Linear(8, 1)}, tmp_path / "module.pth")
-    with pytest.raises(UserError, match="module.pth cannot be loaded .*args: {head: FILE}"):
-        Aesthetic(pick[2], head=str(tmp_path / "module.pth"), device="cpu")
+    refused("module.pth cannot be loaded .*args: {head: FILE}", Aesthetic, pick[2], head=str(tmp_path / "module.pth"))
     with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
             local_model.loading("weights", "fetch them"):
         raise OSError("check your\n" + "link " * 40)
@@ -163,9 +160,8 @@ def test_bf16_is_near_and_they_are_rewards_like_others(tiny, pick, encoder):
         half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
                       for dtype in ("bf16", "fp32"))
         assert half.dtype == torch.float32 and 0 < (half - full).abs().max() < 0.02 * full.abs().max() + 0.02, kind
-    images, metadata = pictures(5, 40, 40), [{}] * 5
     both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]), "pickscore": PickScore(device="cpu", parts=pick[:2])}
-    columns = score(both, images, PROMPTS, metadata)
+    columns = rewards.score(both, images, PROMPTS, [{}] * 5)
     assert columns.shape == (5, 2) and not columns.isnan().any()
     assert torch.equal(columns[:, 1], both["pickscore"](images, PROMPTS))
 
@@ -254,12 +250,11 @@ def test_a_run_is_the_same_with_weights_that_leave(method, kind, monkeypatch):
         metrics.append([{key: value for key, value in trainer.run_epoch().items() if "seconds" not in key}
                         for _ in range(2)])
         assert reward.models[0].weight is first  # left after every epoch
-        weights.append({key: value.clone() for key, value in trainer.policy.weights.named.items()})
+        weights.append(trainer.policy.weights.snapshot())
         assert (len(copied) > before) == away
     for kept, left in zip(*metrics):
         assert kept == pytest.approx(left, nan_ok=True)
-    for key, value in weights[0].items():
-        assert torch.equal(value, weights[1][key])
+    assert_same_weights(*weights)
 
 
 @pytest.fixture

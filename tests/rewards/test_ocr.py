@@ -9,9 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo import rewards
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import ocr
 from flowgrpo.rewards.preprocessing import eight_bit
+from tests.helpers.refusals import refused
 
 
 def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
@@ -56,10 +56,10 @@ def test_every_languages_quotation_marks_are_seen(prompt):
     assert ocr.target_text(prompt, {}) == ("OPEN",)
 
 
-@pytest.mark.parametrize("text", [{"a": 1}, True, [["OPEN"]], ["OPEN", None]])
-def test_a_text_that_is_none_is_told(text):
-    with pytest.raises(UserError, match=r"^reward 'ocr': a prompt's text is .*, expected a text or a list of them$"):
-        ocr.target_text("a sign", {"text": text})
+def test_a_text_that_is_none_is_told():
+    for text in ({"a": 1}, True, [["OPEN"]], ["OPEN", None]):
+        refused("^reward 'ocr': a prompt's text is .*, expected a text or a list of them$", ocr.target_text, "a sign",
+                {"text": text})
 
 
 @pytest.mark.parametrize("form, same", [
@@ -99,21 +99,15 @@ def test_marks_edits_and_other_scores():
     ("the abxd sign", "abcd", 0, 0, 0.75),  # 8 edits to the whole, 1 to its part
     ("zzzzzzzzzz", "abcd", 0, 0, 0),  # never below 0
     ("open hours 24", "open 24 hours", 1 - 4 / 11, 0, 1 - 2 / 11),  # openhours24: 24 in and out again; only in
-])
-def test_the_scores(found, wanted, edit, exact, partial):
-    assert ocr.edit(found, wanted) == pytest.approx(edit, abs=1e-12)
-    assert ocr.exact(found, wanted) == exact
-    assert ocr.partial(found, wanted) == pytest.approx(partial, abs=1e-12)
-
-
-@pytest.mark.parametrize("found, wanted, edit, exact, partial", [
+    # Of several texts.
     ("CLOSED open", ["Open", "Closed"], 1, 1, 1),  # in any order
     ("CLOSED and open", ["Open", "Closed"], 1, 0, 1),
     ("open", ["Open", "Closed"], 0.4, 0, 1 - 4 / 10),  # of ten letters six are missing; the nearest part, pe, has two
     ("CLOSED opem", ["Open", "Closed"], 0.9, 0, 0.9),
     ("open", ["Open", "open"], 0.5, 0, 1),  # once for two
     ("", ["Open", "Closed"], 0, 0, 0)])
-def test_the_scores_of_several_texts(found, wanted, edit, exact, partial):
+def test_the_scores(found, wanted, edit, exact, partial):
+    wanted = [wanted] if isinstance(wanted, str) else wanted
     assert ocr.edit(found, *wanted) == pytest.approx(edit, abs=1e-12)
     assert ocr.exact(found, *wanted) == exact
     assert ocr.partial(found, *wanted) == pytest.approx(partial, abs=1e-12)

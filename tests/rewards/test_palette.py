@@ -43,5 +43,5 @@ def test_wrong_colours_are_a_line():
     for wrong, said in ((["red"], "'red'"), ([5], "5"), (["#ff880"], "'#ff880'"), ("#ff8800", "'#'"), ([], "''")):
         assert f"got the colour {said}, expected colours such as '#ff8800'" in message(
             rewards.find, "palette", {"colours": wrong})
-    assert "tolerance is 0, expected above 0" in message(rewards.find, "palette", {"colours": ["#000000"],
-                                                                                  "tolerance": 0})
+    wrong = {"colours": ["#000000"], "tolerance": 0}
+    assert "tolerance is 0, expected above 0" in message(rewards.find, "palette", wrong)

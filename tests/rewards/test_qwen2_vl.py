@@ -1,8 +1,6 @@
 """HPSv3, VideoReward and released texts on a tiny random Qwen2-VL, against one image or clip at a time."""
 
 import json
-import threading
-from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +21,8 @@ from flowgrpo.rewards.qwen2_vl import MARKS, PROMPT, HpsV3, VideoReward, frame_i
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
 from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said, shades
 from tests.helpers.pickles import Command
+from tests.helpers.refusals import refused
+from tests.helpers.servers import running
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
@@ -152,20 +152,24 @@ def clip_patches(frames: list[torch.Tensor], height: int, width: int) -> torch.T
     return rows_of([(each.permute(1, 2, 0).numpy() / 255 - MEAN) / DEVIATION for each in scaled])
 
 
-def expected(release, picture: torch.Tensor, prompt: str, height: int, width: int) -> float:
-    """The score of one image: its tokens put between the words', positions that count up, the head in numpy."""
-    _, old, words, model = release
-    ids = {word: i for i, word in enumerate([*words, "<|Reward|>"])}
+def read_alone(model, table, words: list[str], asked: str, rows: torch.Tensor, *grid: int) -> dict[str, torch.Tensor]:
+    """The last state of every word behind what is shown: tokens put between the words', positions that count up."""
+    ids = {word: i for i, word in enumerate(words)}
     before = ["<|im_start|>", "user", "<|vision_start|>"]
-    asked = TEXT.replace("{text_prompt}", prompt).split()
-    after = ["<|vision_end|>", *asked, "<|im_end|>", "<|im_start|>", "assistant"]
-    table, body = old["model.embed_tokens.weight"], model.model
+    after = ["<|vision_end|>", *asked.split(), "<|im_end|>", "<|im_start|>", "assistant"]
     with torch.no_grad():
-        grid = torch.tensor([[1, height // 14, width // 14]])
-        shown = body.visual(patches(picture, height, width), grid_thw=grid).pooler_output
+        shown = model.model.visual(rows, grid_thw=torch.tensor([grid])).pooler_output
         whole = torch.cat([table[[ids[word] for word in before]], shown, table[[ids[word] for word in after]]])
-        hidden = body.language_model(inputs_embeds=whole[None]).last_hidden_state[0].double().numpy()
-    value = hidden[len(before) + len(shown) + after.index("<|Reward|>")]
+        hidden = model.model.language_model(inputs_embeds=whole[None]).last_hidden_state[0]
+    return dict(zip(after, hidden[len(before) + len(shown):]))
+
+
+def expected(release, picture: torch.Tensor, prompt: str, height: int, width: int) -> float:
+    """The score of one image, the head in numpy."""
+    _, old, words, model = release
+    value = read_alone(model, old["model.embed_tokens.weight"], [*words, "<|Reward|>"],
+                       TEXT.replace("{text_prompt}", prompt), patches(picture, height, width),
+                       1, height // 14, width // 14)["<|Reward|>"].double().numpy()
     for layer in (0, 3, 5):
         weight, bias = (old[f"rm_head.{layer}.{kind}"].double().numpy() for kind in ("weight", "bias"))
         value = weight @ value + bias
@@ -213,19 +217,12 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
 
 
 def three_expected(videos, clip: torch.Tensor, prompt: str) -> list[float]:
-    """The three scores of one clip: its tokens put between the words', positions that count up."""
+    """The three scores of one clip."""
     _, words, model, head = videos
-    ids = {word: i for i, word in enumerate([*words, *MARKS])}
-    before = ["<|im_start|>", "user", "<|vision_start|>"]
-    after = ["<|vision_end|>", *ASPECTS.replace("{text_prompt}", prompt).split(), "<|im_end|>", "<|im_start|>",
-             "assistant"]
-    table, body, height, width = model.get_input_embeddings().weight, model.model, 308, 364
-    with torch.no_grad():
-        grid = torch.tensor([[2, height // 14, width // 14]])
-        shown = body.visual(clip_patches([clip[i] for i in (0, 1, 3, 4)], height, width), grid_thw=grid).pooler_output
-        whole = torch.cat([table[[ids[word] for word in before]], shown, table[[ids[word] for word in after]]])
-        hidden = body.language_model(inputs_embeds=whole[None]).last_hidden_state[0]
-    raw = [(hidden[len(before) + len(shown) + after.index(mark)] @ head[0]).item() for mark in MARKS]
+    states = read_alone(model, model.get_input_embeddings().weight, [*words, *MARKS],
+                        ASPECTS.replace("{text_prompt}", prompt),
+                        clip_patches([clip[i] for i in (0, 1, 3, 4)], 308, 364), 2, 308 // 14, 364 // 14)
+    raw = [(states[mark] @ head[0]).item() for mark in MARKS]
     return [(raw[0] - 3.6757) / 2.2476, (raw[1] - 1.1646) / 1.3811, (raw[2] - 0.5) / 2.0]
 
 
@@ -274,30 +271,23 @@ def test_weights_run_nothing_and_safetensors_come_first(videos, tmp_path):
         (tmp_path / folder).mkdir()
     (tmp_path / "model_config.json").write_text(json.dumps({"peft_lora_config": LORA}))
     torch.save({"a": Command(f"touch {tmp_path}/ran")}, tmp_path / "checkpoint-2" / "model.pth")
-    with pytest.raises(UserError, match="checkpoint-2/model.pth cannot be loaded"):
-        find("videoalign", {**arguments, "model": str(tmp_path)})
+    refused("checkpoint-2/model.pth cannot be loaded", find, "videoalign", {**arguments, "model": str(tmp_path)})
     assert not (tmp_path / "ran").exists()
     save_file(as_released(model, head), tmp_path / "checkpoint-1" / "model.safetensors")
     assert find("videoalign", {**arguments, "model": str(tmp_path)}).parts[-1]["TA_mean"] == 2.8105
 
 
 @pytest.mark.parametrize("name, change, told", [
-    ("hpsv3", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
-    ("hpsv3", {"checkpoint": "/no/HPSv3.safetensors"},
-     "/no/HPSv3.safetensors cannot be loaded .*: fetch it and give its path"),
+    ("hpsv3", {"checkpoint": "/no/HPSv3.st"}, "/no/HPSv3.st cannot be loaded .*: fetch it and give its path"),
     ("hpsv3", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder"),
     ("hpsv3", {"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give a text file"),
     ("videoalign", {"axes": {"XQ": 1}}, "expected weights of VQ, MQ, TA"),
     ("videoalign", {"fps": 0}, "a number above 0"),
     ("videoalign", {"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give prompt_template.py"),
-    ("videoalign", {"model": "/no/folder"},
-     "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward as args"),
-    ("videoalign", {"base": "/no/base"},
-     "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}")])
+    ("videoalign", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward"),
+    ("videoalign", {"base": "/no/base"}, "/no/base cannot be loaded .*: fetch it and give .* as args: {base: FOLDER}")])
 def test_mistakes_are_told_in_one_line(release, videos, name, change, told):
-    with pytest.raises(UserError, match=told) as error:
-        find(name, (release if name == "hpsv3" else videos)[0] | change)
-    assert "\n" not in str(error.value) and name in str(error.value)
+    refused(f"(?=.*{name}).*{told}", find, name, (release if name == "hpsv3" else videos)[0] | change)
 
 
 @pytest.mark.parametrize("read, text, told", [
@@ -307,15 +297,14 @@ def test_mistakes_are_told_in_one_line(release, videos, name, change, told):
         "{text_prompt}", " ".join(MARKS), " ".join([*MARKS[::-1], "{text_prompt}"])))])
 def test_an_instruction_without_its_marks_is_refused(tmp_path, read, text, told):
     (tmp_path / "short.txt").write_text(text)
-    with pytest.raises(UserError, match=told):
-        read(str(tmp_path / "short.txt"))
+    refused(told, read, str(tmp_path / "short.txt"))
 
 
 def test_an_incomplete_checkpoint_is_refused(release, tmp_path):
     arguments, old, *_ = release
     save_file({key: value for key, value in old.items() if key != "model.norm.weight"}, tmp_path / "part.safetensors")
-    with pytest.raises(UserError, match="part.safetensors cannot be loaded .*language_model.norm.weight"):
-        HpsV3(**{**arguments, "checkpoint": str(tmp_path / "part.safetensors")})
+    refused("part.safetensors cannot be loaded .*language_model.norm.weight", HpsV3,
+            **arguments | {"checkpoint": str(tmp_path / "part.safetensors")})
 
 
 # Of the strings in the released files at the commits of TEXTS, computed once from clones of both repositories.
@@ -352,21 +341,9 @@ def released(tmp_path, monkeypatch):
     return folder
 
 
-@contextmanager
-def served(folder):
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
 
 
 def test_texts_are_those_of_the_released_sources():
@@ -385,7 +362,9 @@ def test_a_text_is_fetched_word_for_word(released, monkeypatch, capsys, way):
         assert main(["reward", "fetch", "unified_reward", "--source", str(released)]) == 0
         assert "owner/name/question.py at 0000000000 (MIT): " in capsys.readouterr().out
     else:
-        with served(released) as address:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(released)))
+        with running(server):
+            address = f"http://127.0.0.1:{server.server_port}/"
             monkeypatch.setattr(Released, "url", property(lambda text: address + text.path))
             fetch("unified_reward")
     assert texts("unified_reward", "template") == {"image": QUESTION, "video": PAIR}
@@ -395,26 +374,19 @@ def test_a_text_is_fetched_word_for_word(released, monkeypatch, capsys, way):
     ("unified_reward", {"url": "http://127.0.0.1:9/v1"}, "template"),
     ("unified_reward_pairs", {"url": "http://127.0.0.1:9/v1"}, "template"), ("videoalign", {}, "instruction")])
 def test_a_reward_without_its_text_names_the_command(released, reward, arguments, option):
-    with pytest.raises(UserError) as told:
-        find(reward, arguments)
-    assert f"`flowgrpo reward fetch {reward}`" in str(told.value) and "\n" not in str(told.value)
-    assert f"{{{option}: FILE.txt}}" in str(told.value)
+    refused(f"`flowgrpo reward fetch {reward}`.*{{{option}: FILE.txt}}", find, reward, arguments)
 
 
 def test_another_text_is_refused(released):
     fetch("videoalign", released)
     [file] = [text.file for text in released_text.TEXTS["videoalign"].values()]
     file.write_text(INSTRUCTION.replace("Rate", "Judge"))
-    with pytest.raises(UserError, match="which are not on this machine"):
-        texts("videoalign", "instruction")
+    refused("which are not on this machine", texts, "videoalign", "instruction")
     (released / "instruction.py").write_text(f'TEXT = """{INSTRUCTION} """\n')
-    with pytest.raises(UserError, match="has no string of SHA-256 .* at commit 0000000000: check that one out"):
-        fetch("videoalign", released)
+    refused("has no string of SHA-256 .* at commit 0000000000: check that one out", fetch, "videoalign", released)
     (released / "instruction.py").unlink()
-    with pytest.raises(UserError, match="cannot be read .* give the folder by --source"):
-        fetch("videoalign", released)
-    with pytest.raises(UserError, match="no text belongs to the reward 'videoalgn': did you mean 'videoalign'"):
-        fetch("videoalgn", released)
+    refused("cannot be read .* give the folder by --source", fetch, "videoalign", released)
+    refused("no text belongs to the reward 'videoalgn': did you mean 'videoalign'", fetch, "videoalgn", released)
 
 
 def test_unified_reward_asks_the_released_question_alone(released):
@@ -431,11 +403,7 @@ def test_unified_reward_asks_the_released_question_alone(released):
     assert [part["type"] for part in video[0]["content"]] == [*["image_url"] * 4, "text"]
     assert video[0]["content"][-1]["text"] == PAIR.replace("{prompt}", "a cat")
     assert len(image) == len(video) == 1 and image[0]["role"] == "user"
-
-
-def test_unified_reward_is_divided_as_flow_grpo_does(released):
-    fetch("unified_reward", released)
-    with endpoint([said("Final Score: 3.5")]) as server:
+    with endpoint([said("Final Score: 3.5")]) as server:  # divided, as Flow-GRPO does
         assert find("unified_reward", {"url": server.url, "scale": [0, 5], **QUICK})(shades(1), ["a cat"]) == [0.7]
 
 

@@ -119,23 +119,15 @@ def test_another_thread_waits_for_the_gpus_work_on_a_stream_of_its_own(monkeypat
     done, current, first = [], threading.local(), SimpleNamespace(device="cuda:1")
     current.stream = first
 
-    class Event:
-        def __init__(self, blocking):
-            assert blocking
+    def event(blocking):
+        assert blocking
+        return SimpleNamespace(record=lambda: done.append(("recorded", current.stream)),
+                               synchronize=lambda: done.append(("waited", current.stream)))
 
-        def record(self):
-            done.append(("recorded", current.stream))
-
-        def synchronize(self):
-            done.append(("waited", current.stream))
-
-    def set_stream(chosen):
-        current.stream = chosen
-
-    for name, value in {"is_initialized": lambda: True, "Event": Event, "set_stream": set_stream,
+    for name, value in {"is_initialized": lambda: True, "Event": event, "Stream": lambda gpu: f"second of {gpu}",
+                        "set_stream": lambda chosen: setattr(current, "stream", chosen),
                         "current_stream": lambda device=None: current.stream}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda gpu: f"second of {gpu}")
     shown, near = torch.ones(2).as_subclass(Far), torch.ones(2)
     with Scorer(Stop(), waits=True) as scorer:
         assert not scorer.behind

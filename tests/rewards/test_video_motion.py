@@ -12,10 +12,9 @@ from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.reward_rules import WatchRule
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, compose, require_clips, score
 from flowgrpo.rewards.video_motion import Frames
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 SIDE, FRAMES = 64, 5
 
@@ -54,10 +53,11 @@ def test_speeds_and_functions_of_single_images():
     [one], [other] = scored("flow_amount", [small]), scored("flow_amount", [large[..., :128]])
     # The image is 2 times as high and 2.5 times as wide.
     assert one == pytest.approx(5**0.5 / 64, rel=0.05) and other == pytest.approx((5**2 + 2**2)**0.5 / 128, rel=0.05)
-    rules = {name: WATCH for name in ("any", "key", "still")}
-    require_clips(compose(rules, None, {"any": any_form, "key": of_a_key, "still": any_form}), "red", {})
-    with pytest.raises(UserError, match=r"'still' judges images, .* video .*returned .*: score its frames"):
-        require_clips(compose({"still": WATCH}, None, {"still": by_place}), "red", {})
+    fitting = {"any": lambda images, prompts: images.flatten(1).mean(1),
+               "key": lambda images, prompts, metadata: [images[0].mean() * entry["strength"] for entry in metadata]}
+    require_clips(compose(dict.fromkeys(fitting, WatchRule()), None, fitting), "red", {})
+    by_place = compose({"still": WatchRule()}, None, {"still": lambda images, prompts: images[:, 0].mean((1, 2))})
+    refused("'still' judges images, .* video .*returned .*: score its frames", require_clips, by_place, "red", {})
 
 
 # --- consistency -----------------------------------------------------------------------------------------------------
@@ -80,9 +80,8 @@ def test_consistency_of_changes_and_pans():
 @pytest.mark.parametrize("name", ["flow_amount", "flow_direction", "temporal_consistency"])
 def test_single_frames_and_images_are_refused(name):
     args = {"direction": "up"} if name == "flow_direction" else {}
-    assert "with at least two frames" in message(lambda: scored(name, [square((0, 0), frames=1)], **args))
-    with pytest.raises(UserError, match="judges video, but what is generated here is image"):
-        rewards.score({name: rewards.find(name)}, torch.zeros(1, 3, 8, 8), [""], [{}])
+    assert "with at least two frames" in message(scored, name, [square((0, 0), frames=1)], **args)
+    assert "judges video, but what is generated here is image" in message(scored, name, [torch.zeros(3, 8, 8)])
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
@@ -93,16 +92,12 @@ def level(images, prompts, metadata):
             for value, prompt, entry in zip(values, prompts, metadata)]
 
 
-def lit(*values: float) -> torch.Tensor:
-    return torch.tensor(values)[:, None, None, None].expand(-1, 3, 4, 4)
-
-
 @pytest.mark.parametrize("args, expected", [
     ({}, [0.4, 1.0, 3.5, None]), ({"frames": "min"}, [0.2, 0.5, 3.5, None]), ({"every": 2}, [0.4, 1.0, None, None])])
 def test_the_mean_or_the_worst_frame_counts(args, expected):
-    clips = torch.stack([lit(0.2, 0.4, 0.6), lit(0.25, 0.5, 0.75), lit(0, 0.5, 0), lit(0, 0, 0)])
-    reward = Frames(level, **args)
-    found = reward(rewards.Batch(clips, ["", "bold", "", ""], [{}, {}, {"more": 3}, {}]))
+    lights = torch.tensor([[0.2, 0.4, 0.6], [0.25, 0.5, 0.75], [0, 0.5, 0], [0, 0, 0]])
+    clips = lights[:, :, None, None, None].expand(-1, -1, 3, 4, 4)
+    found = Frames(level, **args)(rewards.Batch(clips, ["", "bold", "", ""], [{}, {}, {"more": 3}, {}]))
     assert [None if value is None else pytest.approx(value) for value in expected] == found
 
 
@@ -114,18 +109,12 @@ def test_rewards_by_name_and_what_cannot_be_lifted():
     assert rewards.about(Frames(level)).modality == "video" and About().modality is None
 
 
-WATCH = WatchRule()
 README = Path(__file__).parents[2] / "README.md"
-
-
-def shown() -> str:
-    """README's own reward."""
-    return re.search(r"```python\n(# red.py\n.*?)```", README.read_text(), re.DOTALL)[1]
 
 
 def test_readmes_reward_on_a_video_model(tmp_path, capsys):
     file = tmp_path / "red.py"
-    file.write_text(shown())
+    file.write_text(re.search(r"```python\n(# red.py\n.*?)```", README.read_text(), re.DOTALL)[1])
     assert main(["train", "--model=starter_video", "--prompts=starter_video", f"--reward={file}:red",
                  f"--output={tmp_path}/runs"]) == 2
     out, err = capsys.readouterr()
@@ -139,15 +128,3 @@ def test_readmes_reward_on_a_video_model(tmp_path, capsys):
     clip[:, 0, 0] = 1.0  # one of two frames is red
     assert score(cured, clip, ["red"], [{}]).tolist() == [[0.5]]
     require_clips(cured, "red", {})
-
-
-def by_place(images, prompts):
-    return images[:, 0].mean((1, 2))
-
-
-def any_form(images, prompts):
-    return images.flatten(1).mean(1)
-
-
-def of_a_key(images, prompts, metadata):
-    return [images[0].mean() * entry["strength"] for entry in metadata]

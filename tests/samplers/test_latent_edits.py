@@ -13,7 +13,6 @@ from torch.distributions import AffineTransform, Independent, Normal, TanhTransf
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.cli import main
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.evaluation.statistics import STUDENT, interval
@@ -21,7 +20,8 @@ from flowgrpo.export.export import card, lora, write_merged
 from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.objectives import GaussianKL, surrogates
+from flowgrpo.objectives import surrogates
+from flowgrpo.objectives.kl import GaussianKL
 from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -35,7 +35,6 @@ from flowgrpo.policies.pipelines.edits import (
     untokens,
 )
 from flowgrpo.rollouts import loss_inputs
-from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.growth import replay
 from flowgrpo.samplers.kernels import Euler
@@ -46,6 +45,8 @@ from flowgrpo.training.credit import credit
 from flowgrpo.types import Context, PromptGroups
 from tests.evaluation.test_images import pixels
 from tests.helpers import tiny, tiny_runs
+from tests.helpers.refusals import message
+from tests.test_train import align
 
 BY_RATIO = {"surrogate": ActorCritic(0.2, 0.2, 0.5, through=0.0, ratio=1.0), "advantage": Paired()}
 CENTRE = torch.tensor([2.0, -1.0])  # where the toy's reward is highest
@@ -139,8 +140,8 @@ def test_a_base_stands_before_each_edit_of_it():
     method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1, acting="pairs"))
     part = sampled(stirred(Editor(method.target.edit, 2, 1)), method, 3, 4)
     [taken] = part.transitions
-    assert part.prompts.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and taken.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4,
-                                                                                             4, 5, 5]
+    assert part.prompts.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert taken.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     bases, edited = part.finals[0][::2], part.finals[0][1::2]
     assert torch.equal(bases, taken.x) and (taken.x_next[::2] == 0).all()
     torch.testing.assert_close(edited - bases, 0.4 * taken.x_next[1::2].tanh(), rtol=0, atol=1e-6)
@@ -200,8 +201,7 @@ def test_the_advantage_is_against_the_own_base_by_hand():
     torch.testing.assert_close(Paired()(rewards, [1.0]), torch.tensor([[0, 0, 0, one], [0, -one, 0, 0]]))
     rewards[0, 2] = math.nan
     assert (Paired()(rewards, [1.0])[0, 2:] == 0).all() and (Paired()(torch.ones(2, 4, 1), [1.0]) == 0).all()
-    with pytest.raises(ValueError, match="a group of 3"):
-        Paired()(torch.ones(1, 3, 1), [1.0])
+    assert "a group of 3" in message(Paired(), torch.ones(1, 3, 1), [1.0], error=ValueError)
 
 
 def test_the_loss_by_hand():
@@ -305,8 +305,7 @@ def toy(request) -> Editor:
 def test_the_edit_comes_to_its_optimum(toy):
     """The best edit within the bound is c - x, cut at -1 and 1 in either dimension."""
     x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(7))
-    made = toy.edit(toy.replay(asked(2000), x).detach())
-    best = (CENTRE - x).clamp(-1, 1)
+    made, best = toy.edit(toy.replay(asked(2000), x).detach()), (CENTRE - x).clamp(-1, 1)
     assert made.abs().max() <= 1 and (made - best).abs().mean() < 0.25 < best.abs().mean()
     gain, most = reward(x + made) - reward(x), reward(x + best) - reward(x)
     assert gain.mean() > 0.85 * most.mean()
@@ -333,12 +332,6 @@ def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
     by_scorer = reward(both).max(1).values - reward(x).max(1).values
     for gain in (by_critic, by_scorer):
         assert interval(gain.detach().numpy()[:, None].astype(np.float64), STUDENT).low > 0
-
-
-def test_equal_values_leave_the_first_base():
-    x = torch.randn(3, 2, 2)
-    chosen, values = latent_edits.on_the_fly(Editor(Edit(width=8, depth=1), 2, 1), asked(3), x)
-    assert torch.equal(chosen, x[:, 0]) and torch.equal(values, torch.zeros(3, 4))
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
@@ -381,9 +374,8 @@ def test_more_candidates_are_bases_of_their_own():
 
 
 def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
-    prompts = [Prompt(text) for text in tiny.PROMPTS]
     config = tiny.config(tmp_path, method="expo", train__lr=1e-2, parts__edit__width=8, parts__edit__depth=1)
-    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=prompts)
+    summary = align(config)
     folder = config.folder
     assert math.isfinite(summary["after"]["red"]) and load_editor(folder).edit == Edit(width=8, depth=1)
     again = policy(edit=folder)
@@ -393,15 +385,13 @@ def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
     pipe = tiny.sd3()
     load_tuned(pipe, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
     tiny_runs.assert_same_weights(edit_policy_of(pipe).weights.snapshot(), again.weights.snapshot())
-    with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
-        load_branches(tiny.sd3(), folder)
-    with pytest.raises(UserError, match="holds an edit policy, which merges into no pipeline"):
-        write_merged(folder, tmp_path / "merged")
+    told = message(load_branches, tiny.sd3(), folder)
+    assert told.startswith("--rlg: ") and "holds an edit policy, which leaves the denoiser as it is" in told
+    assert "holds an edit policy, which merges into no pipeline" in message(write_merged, folder, tmp_path / "merged")
     with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
         lora(folder, tmp_path / "out.safetensors")
     assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
-    with pytest.raises(UserError, match="no edit policy at"):
-        load_editor(tmp_path)
+    assert "no edit policy at" in message(load_editor, tmp_path)
 
 
 def finished(folder, scale: float = 0.3):

@@ -11,7 +11,7 @@ from flowgrpo.advantages.group import Advantage
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import JointDensity
-from flowgrpo.objectives import Clip
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers import joint_density
 from flowgrpo.samplers.grids import shift_grid
@@ -41,7 +41,6 @@ def trainer(method: str = "reinflow", **options):
     return made
 
 
-# --- the kernel ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scale", [0.5, 100.0])
 def test_the_step_is_eulers_with_a_level_of_noise_between_the_bounds(scale):
     x, v = 4 * draw(3, 2, 5), draw(3, 2, 5, seed=1)
@@ -71,7 +70,6 @@ def test_the_upper_bound_holds_and_then_falls_along_a_cosine():
     assert LearnedNoise(0.1, 0.2, decay=1.0).upper(9, 10) == 0.2
 
 
-# --- the joint density -----------------------------------------------------------------------------------------------
 def test_the_joint_density_is_that_of_torch_distributions():
     """Of three steps with learned noise: the sum over all values, over their number and that of the terms."""
     kernel, states = Noisy(network(), 0.2, 0.48), [draw(2, 3, 4, seed=seed) for seed in range(4)]
@@ -102,7 +100,6 @@ def test_the_gradient_of_the_density_reaches_network_and_flow():
     close(net.level.bias.grad, ((z.square() - 1) * math.log(0.48 / 0.2) * 2 * raw * (1 - raw)).flatten().tolist())
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
 def test_a_sample_is_one_decision_and_its_first_ratio_is_one():
     made = trainer()
     parts, conditioning, _ = sampling.sample(made, made.prompts[:2])
@@ -172,7 +169,6 @@ def test_steps_may_stay_decisions_of_their_own():
     assert all(p.grad is not None for p in made.rollouts.network.parameters())
 
 
-# --- the preset ------------------------------------------------------------------------------------------------------
 def test_what_the_paper_has():
     method = preset("reinflow")
     assert method.target == JointDensity() and method.rollout.kernel == LearnedNoise(0.2, 0.48, 0.35, 0.7)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.training import sampling
 from flowgrpo.training.memory import _per_group
 from tests.helpers import tiny, tiny_runs
+from tests.helpers.refusals import message
 
 PROMPTS = ["red", "blue", "green"]
 GROUP, STEPS = 4, 6
@@ -52,18 +54,15 @@ TREES = {
     "two on one trunk": ([only(1), only(3)], 3 + 1 + 16 + 1 + 8, 48, 1 + 1),
     "two in falling order": ([only(3), only(1)], 3 + 1 + 16 + 1 + 8, 48, 1 + 1),
     # Trunks of 0 and 1 steps; steps 0 to 2 and 1 to 3 have 1 row, the others 4.
-    "two with noise on the trunk": (
-        [exploration(EARLY), exploration(LATE)], 1 + 3 + 12 + 3 + 8, 48, 1 + 1 + 1 + 1),
-    "two with noise in falling order": (
-        [exploration(LATE), exploration(EARLY)], 1 + 3 + 12 + 3 + 8, 48, 1 + 1 + 1 + 1),
+    "two with noise on the trunk": ([exploration(EARLY), exploration(LATE)], 1 + 3 + 12 + 3 + 8, 48, 1 + 1 + 1 + 1),
+    "two with noise in falling order": ([exploration(LATE), exploration(EARLY)], 1 + 3 + 12 + 3 + 8, 48, 1 + 1 + 1 + 1),
     "two of independent samples": ([exploration(roots=4), only(1, roots=4)], 48, 48, 4 + 4 + 4),
     # Behind step 2 the grid has 3 steps, or 2 of every second sigma.
     "two granularities": ([only(2, strides=(1, 2))], 3 + 12 + 8, 4 * (6 + 5), 1),
     "two granularities behind a window": (
         [exploration(Schedule((0, 1, 2), (0, 1, 2)), strides=(1, 2))], 1 + 8 + 12 + 8, 4 * (6 + 5), 1 + 4 + 4),
     "two granularities of independent samples": (
-        [exploration(Schedule((0, 1, 2), (0, 1, 2)), roots=4, strides=(1, 2))], 12 + 12 + 8, 4 * (6 + 5), 4 + 4 + 4),
-}
+        [exploration(Schedule((0, 1, 2), (0, 1, 2)), roots=4, strides=(1, 2))], 12 + 12 + 8, 4 * (6 + 5), 4 + 4 + 4)}
 each_tree = pytest.mark.parametrize("tree", TREES)
 
 
@@ -136,10 +135,10 @@ def apart(values: torch.Tensor) -> bool:
     return bool((torch.pdist(values.flatten(1)) > 10).all())
 
 
-def largest_log_ratio(policy, conditioning, parts, micro_batch) -> float:
+def largest_log_ratio(policy, conditioning, parts, micro_batch, pack=False) -> float:
     with torch.no_grad():
         return max((new.logp - part.transitions[k].old.logp[rows]).abs().max().item()
-                   for part in parts for k, rows, new in replay(policy, conditioning, part, micro_batch))
+                   for part in parts for k, rows, new in replay(policy, conditioning, part, micro_batch, pack))
 
 
 # --- what runs once ---------------------------------------------------------------------------------------------------
@@ -213,6 +212,8 @@ def test_a_part_holds_whole_groups(sampled, tree, micro_batch):
         assert torch.equal(part.prompts, part.prompts[::group].repeat_interleave(group))
         assert len(part.groups) * group == len(part.prompts)
         assert {final.shape for final in part.finals} == {(len(part.prompts), *tiny.LATENTS)}
+        for taken, later in zip(part.transitions, part.transitions[1:]):  # what a step leaves is where the next starts
+            assert later.step > taken.step + 1 or torch.equal(taken.x_next, later.x)
 
 
 @each_tree
@@ -230,20 +231,11 @@ def test_children_of_a_state_share_it_and_differ(sampled, tree):
             assert (torch.pdist(group.flatten(1)) > 0.1).all()
 
 
-@pytest.mark.parametrize("micro_batch", [1, 5, 24])
-@each_tree
-def test_what_a_step_leaves_is_where_the_next_one_starts(sampled, tree, micro_batch):
-    for part in sampled(tree, micro_batch)[0]:
-        for taken, later in zip(part.transitions, part.transitions[1:]):
-            if later.step == taken.step + 1:
-                assert torch.equal(taken.x_next, later.x)
-
-
-@pytest.mark.parametrize("roots, states", [(1, 1), (2, 2), (4, 4)])
-def test_as_many_initial_noises_as_roots_even_where_the_first_step_is_stochastic(policy, conditioning, roots, states):
+@pytest.mark.parametrize("roots", [1, 2, 4])
+def test_as_many_initial_noises_as_roots_even_where_the_first_step_is_stochastic(policy, conditioning, roots):
     [part] = sample(policy, conditioning, only(0, roots=roots))
     [taken] = part.transitions
-    assert len(taken.x) == 3 * states and len(taken.x_next) == 3 * GROUP
+    assert len(taken.x) == 3 * roots and len(taken.x_next) == 3 * GROUP
     assert apart(taken.x) and 0.8 < taken.x.std() < 1.2
 
 
@@ -284,9 +276,7 @@ def test_the_leaves_end_with_the_deterministic_run_of_the_last_states(policy, co
     ({"strides": ()}, r"strides are \[\], expected at least one, each 1 or more"),
     ({"strides": (1, 0)}, r"strides are \[1, 0\], expected at least one, each 1 or more")])
 def test_roots_splits_and_strides_that_make_no_group_are_refused(kwargs, told):
-    with pytest.raises(ValueError, match=told) as error:
-        exploration(**kwargs)
-    assert "\n" not in str(error.value)
+    assert re.search(told, message(exploration, **kwargs, error=ValueError))
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -391,10 +381,9 @@ def test_a_replay_has_gradients_and_rescored_parts_have_none(conditioning, sampl
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("plan, steps", [
-    (AllSteps(), (0, 1, 2, 3, 4)),
-    (Sliding(size=2, start=1), (1, 2)), (RandomSubset(0.6), RandomSubset(0.6)(STEPS, 0, 0).trained),
-    (lambda *_: Schedule((0, 1, 2, 3, 4), (0, 2, 3)), (0, 2, 3)),
-    (lambda *_: Schedule((0, 1, 2, 3, 4), (1, 4)), (1, 4)),
+    (AllSteps(), EVERY), (Sliding(size=2, start=1), (1, 2)),
+    (RandomSubset(0.6), RandomSubset(0.6)(STEPS, 0, 0).trained),
+    (lambda *_: Schedule(EVERY, (0, 2, 3)), (0, 2, 3)), (lambda *_: Schedule(EVERY, (1, 4)), (1, 4)),
     (lambda *_: replace(BINARY, trained=(1, 3)), (1, 3))])
 def test_trained_steps_are_recorded_in_grid_order(policy, conditioning, plan, steps):
     [part] = sample(policy, conditioning, exploration(plan(STEPS, 0, 0)))
@@ -474,8 +463,7 @@ def test_a_compressed_tail_is_shorter_and_ends_at_the_data(policy, conditioning,
     (Schedule((1,), (1,)), (1, 2, 3), [range(7), (0, 1, 2, 3, 5, 6), (0, 1, 2, 3, 6)]),
     (WINDOW, (2,), [range(7)]),  # of the two steps behind the noise none can be left out
     (BINARY, (1, 2), [range(7), range(7)]),
-    (Schedule((0, 1), (0, 1), children=(4, 1)), (1, 9), [range(7), (0, 1, 2, 3, 6)]),
-])
+    (Schedule((0, 1), (0, 1), children=(4, 1)), (1, 9), [range(7), (0, 1, 2, 3, 6)])])
 def test_granularities_differ_behind_all_noise_and_end_at_the_data(policy, conditioning, schedule, strides, kept):
     plan = exploration(schedule, strides=strides)
     assert [tail.grid.tolist() for tail in plan.tails()] == [GRID[list(indices)].tolist() for indices in kept]
@@ -493,8 +481,7 @@ PRUNED = {"pruning": {"type": "Pruning", "pool": 7, "step": 2}, "roots": None}
 
 
 def made(host: str = "flow_grpo", kind: str = "flow", **parts):
-    return tiny_runs.trainer(kind, tiny_runs.config(kind, host, PRUNED | parts, train__steps=4,
-                                                    train__micro_batch=4))
+    return tiny_runs.trainer(kind, tiny_runs.config(kind, host, PRUNED | parts, train__steps=4, train__micro_batch=4))
 
 
 def test_the_best_and_the_worst_go_on():

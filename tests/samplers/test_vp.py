@@ -1,6 +1,7 @@
 """Variance-preserving pipelines, driven by DDIM: grids by hand, the stock latents, replay, and the methods on them."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.method import FOR_VP, Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import describe_substitutes, resolve
-from flowgrpo.objectives import InverseDelta
+from flowgrpo.objectives.reductions import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import (
@@ -45,6 +46,7 @@ from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.tools.check import report
 from flowgrpo.tools.check.tiny.unets import lcm
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 from tests.helpers.tables import rounding
 
 STEPS = 5
@@ -58,8 +60,7 @@ SCHEDULERS = [
     PNDM, DDIM_V, DDIM_X0, DDIMScheduler(clip_sample=False, set_alpha_to_one=False, **tiny.SD15_NOISE),
     EulerDiscreteScheduler(**tiny.SD15_NOISE),
     EulerDiscreteScheduler(prediction_type="v_prediction", **tiny.SD15_NOISE),
-    DPMSolverMultistepScheduler(**tiny.SD15_NOISE | {"timestep_spacing": "trailing"}),
-]
+    DPMSolverMultistepScheduler(**tiny.SD15_NOISE | {"timestep_spacing": "trailing"})]
 
 
 def vp_policy(scheduler=PNDM, **options):
@@ -75,9 +76,8 @@ def exploration(policy, schedule: Schedule, group: int = 2, roots: int = 2, **op
 
 # Of betas 0.1, 0.2, 0.3, 0.4 the alpha-bars are 0.9, 0.72, 0.504, 0.3024.
 @pytest.mark.parametrize("options, timesteps, alphas", [
-    ({"steps_offset": 1}, [3, 1], [0.3024, 0.72, 1]),
+    ({"steps_offset": 1}, [3, 1], [0.3024, 0.72, 1]), ({}, [2, 0], [0.504, 0.9, 1]),
     ({"steps_offset": 1, "set_alpha_to_one": False}, [3, 1], [0.3024, 0.72, 0.9]),
-    ({}, [2, 0], [0.504, 0.9, 1]),
     ({"timestep_spacing": "trailing"}, [3, 1], [0.3024, 0.72, 1]),
     ({"timestep_spacing": "linspace"}, [3, 0], [0.3024, 0.9, 1])])
 def test_alpha_bars_by_hand(options, timesteps, alphas):
@@ -95,17 +95,14 @@ def test_alpha_bars_of_sd15_end_above_zero_noise():
 
 
 @pytest.mark.parametrize("options, steps, told", [
-    ({"clip_sample": True}, 5, "has clip_sample, .*: set it to false"),
-    ({"thresholding": True}, 5, "has thresholding"),
+    ({"clip_sample": True}, 5, "has clip_sample, .*: set it to false"), ({"thresholding": True}, 5, "has thresholding"),
     ({}, 1001, "has 1000 timesteps, expected 1 to as many steps, got 1001"),
     ({"steps_offset": 1}, 1000, "at timestep 1000, expected one with an alpha-bar above 0"),
     ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, 5, "timestep 999, .* above 0.*spacing leading"),
     ({"prediction_type": "v_prediction", "steps_offset": 1}, 1000, "at timestep 1000")])
 def test_grids_that_cannot_be_driven_are_told(options, steps, told):
     scheduler = DDIMScheduler(**{"clip_sample": False} | options)
-    with pytest.raises(UserError, match=told) as caught:
-        make_grid("shifted", steps, 3.0, scheduler)
-    assert "\n" not in str(caught.value) and str(caught.value).startswith("DDIMScheduler ")
+    assert re.search(f"^DDIMScheduler .*{told}", message(make_grid, "shifted", steps, 3.0, scheduler))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
@@ -152,16 +149,14 @@ def test_the_kind_of_grid_is_of_flows_alone():
     (DDIM_X0, ("sample", "vp")), (LCM, ("consistency", "vp")), (UniPCMultistepScheduler(), ("epsilon", "vp")),
     (UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), ("velocity", "flow")),
     (FlowMatchEulerDiscreteScheduler(), ("velocity", "flow")),
-    (DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), ("velocity", "flow")),
-])
+    (DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), ("velocity", "flow"))])
 def test_the_process_is_found_from_the_scheduler(scheduler, found):
     assert (prediction(scheduler), process(scheduler)) == found
 
 
 @pytest.mark.parametrize("scheduler", [DDIMScheduler(prediction_type="score"), EDMEulerScheduler()])
 def test_other_processes_are_refused(scheduler):
-    with pytest.raises(UserError, match=f"{type(scheduler).__name__} .* cannot be driven: expected"):
-        process(scheduler)
+    assert re.search(f"{type(scheduler).__name__} .* cannot be driven: expected", message(process, scheduler))
 
 
 # --- the scheduler ---------------------------------------------------------------------------------------------------
@@ -355,10 +350,8 @@ def test_ddim_and_cps_have_a_form_in_either_process(flow, vp):
     (preset("ddpo").having(strides=(1, 2)), "strides: [1]"),
     (preset("ddpo").having(step_weight=InverseDelta()), "step_weight: {type: Uniform}")])
 def test_what_a_user_sets_of_flows_alone_is_refused_with_its_cure(method, cure):
-    with pytest.raises(UserError) as caught:
-        method.on("vp", given=FOR_VP)
-    told = str(caught.value)
-    assert told.endswith(f"leave it out, or set parts: {{{cure}}}") and "\n" not in told
+    told = message(method.on, "vp", given=FOR_VP)
+    assert told.endswith(f"leave it out, or set parts: {{{cure}}}")
     assert all(f"{key} {method.parts()[key]}" in told for key in ("kernel", "tail") if f"{key}: " in cure)
     cures = yaml.safe_load(f"{{{cure}}}")
     assert with_parts(method, cures).on("vp", given=cures) == method.on("vp"), "what the method itself has is replaced"

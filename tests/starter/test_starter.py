@@ -25,8 +25,9 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.starter.scene import scene, scene_graded
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
-from tests.helpers import loop
+from tests.helpers import loop, tiny
 from tests.helpers.tables import rounding
+from tests.helpers.tiny_runs import assert_same_weights, frozen
 
 PROMPTS = ["three red stars", "a ring left of a cross"]
 
@@ -92,26 +93,19 @@ def test_two_epochs_on_the_starter(name):
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call,
                             adapted=preset(name).rollout.adapted)
     trainer = Trainer(config, make_accelerator("cpu"), policy, {"scene_graded": scene_graded}, sets.resolve(config))
-    trained = {id(parameter) for parameter in policy.weights.parameters()}
-    frozen = [parameter for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)
-              for parameter in module.parameters() if id(parameter) not in trained]
-    before = [parameter.clone() for parameter in frozen], policy.weights.snapshot()
+    before, kept = policy.weights.snapshot(), frozen(trainer)
     for trainer.epoch in range(2):
         metrics = trainer.run_epoch()
         assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]) and not metrics["skipped_updates"]
     assert trainer.first_ratio.max_log_ratio <= 1e-6
-    assert all(torch.equal(*pair) for pair in zip(frozen, before[0])) and len(frozen) > 100
-    changed = [key for key, value in before[1].items() if not torch.equal(value, policy.weights.named[key])]
-    assert len(changed) > 0.9 * len(before[1])  # the last block's text rows lead nowhere
+    assert_same_weights(frozen(trainer), kept)
+    changed = [key for key, value in before.items() if not torch.equal(value, policy.weights.named[key])]
+    assert len(kept) > 100 and len(changed) > 0.9 * len(before)  # the last block's text rows lead nowhere
 
 
 def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
     """Rank 4 with alpha 3, B not zero: peers' files load empty here, or with a wrong scale."""
-    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4, alpha=3.0), call=CALL)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in policy.weights.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    policy = tiny.stir(PipelinePolicy(load_pipeline("starter"), Adapter(rank=4, alpha=3.0), call=CALL), 0.02)
     policy.weights.save(tmp_path)
     ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 6, 2.0, output_type="latent")
     pipe = stock()

@@ -23,6 +23,7 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
+from tests.helpers.refusals import refused
 
 RECIPE = "configs/starter_text.yaml"
 TOKENS = 16
@@ -73,20 +74,18 @@ def test_the_rewards_read_the_answer_and_the_steps():
     config = load(RECIPE)
     reward, prompts = find(config.reward), sets.resolve(config)[1][-50:]
     told, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-    answers = [entry["answer"] for entry in metadata]
-    assert list(reward([entry["solution"] for entry in metadata], told, metadata)) == [1.0] * 50
-    assert list(reward([f"1;{answer}" for answer in answers], told, metadata)) == [1.0] * 50
-    assert list(reward([f"{answer}1" for answer in answers], told, metadata)) == [0.0] * 50
-    assert set(find("step_match")([f"1;{answer}" for answer in answers], told, metadata)) == {0.0}
+    for form, value in (("{solution}", 1.0), ("1;{answer}", 1.0), ("{answer}1", 0.0)):
+        assert list(reward([form.format(**entry) for entry in metadata], told, metadata)) == [value] * 50
+    assert set(find("step_match")([f"1;{entry['answer']}" for entry in metadata], told, metadata)) == {0.0}
 
 
 @pytest.mark.parametrize("method", [pytest.param("grpo", marks=pytest.mark.fast), "gspo", "ppo", "spo_tree",
                                     "s_grpo", "latr"])
 def test_the_first_ratio_is_one(method, tmp_path):
     parts = {"s_grpo": {"draws": {"exit": ";", "close": ";"}}}.get(method, tiny_text.PARTS.get(method, {}))
-    short = {"method": method, "parts": parts, "output": str(tmp_path), "tracker": "none",
-             "device": "cpu", "train.epochs": 1, "train.prompts": 8, "train.group": 8, "train.updates": 1,
-             "eval.prompts": 4, "precision": "fp32"}
+    short = {"method": method, "parts": parts, "output": str(tmp_path), "tracker": "none", "device": "cpu",
+             "train.epochs": 1, "train.prompts": 8, "train.group": 8, "train.updates": 1, "eval.prompts": 4,
+             "precision": "fp32"}
     summary = run(load(RECIPE, short))
     # Rounding of fp32 between batches of other shapes: 1.1e-5 by AVX2's kernels for latr.
     assert summary["max_first_log_ratio"] <= 3e-5 and summary["updates"] == 1
@@ -165,8 +164,7 @@ def test_it_draws_and_answers_as_its_card_says(loaded):
 
 def test_a_step_of_the_recipe_trains_images_and_with_data_answers_too(tmp_path):
     short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 1, "train.prompts": 2,
-             "train.micro_batch": 8,
-             "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2}
+             "train.micro_batch": 8, "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2}
     summary = run(load("starter_unified", short | {"name": "images"}))
     assert summary["max_first_log_ratio"] < 1e-4 and summary["updates"] == 1
     answers = {"parts.data": {"reader": "scene", "samples": 0, "batch": 8, "length": 3, "source": {"right": 0.0}}}
@@ -224,11 +222,11 @@ def test_balanced_questions_are_those_that_the_image_answers():
     asked = [sample_question(seen, dice) for _ in range(600)]
     assert all(read_question(question)[1](seen) == answer for question, answer in asked)
     assert {read_question(sample_question(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
-    with pytest.raises(ValueError, match="no question 'where' about"):
-        sample_question([Thing("star", "red", (8, 8))], dice, "where")
+    refused("no question 'where' about", sample_question, [Thing("star", "red", (8, 8))], dice, "where",
+            error=ValueError)
     kinds = [read_question(question)[0] for question, _ in asked]
     assert kinds.count("exists") == pytest.approx(600 * 2 / 7, abs=50)  # of plain and of coloured shapes
-    assert all(kinds.count(kind) == pytest.approx(600 / 7, abs=40) for kind in ("total", "count", "colour", "where",
-                                                                                 "related"))
+    assert [kinds.count(kind) for kind in ("total", "count", "colour", "where", "related")] == pytest.approx(
+        [600 / 7] * 5, abs=40)
     of = [answer for (question, answer), kind in zip(asked, kinds) if kind in ("exists", "related")]
     assert of.count("yes") == pytest.approx(len(of) / 2, abs=40)

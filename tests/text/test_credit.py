@@ -8,18 +8,15 @@ from safetensors.torch import load_file
 
 from flowgrpo import methods
 from flowgrpo.advantages.baselines import NoBaseline
-from flowgrpo.advantages.gae import OutcomeHead, ValueHead, outcome_weights, over_traces, value_loss
-from flowgrpo.errors import UserError
+from flowgrpo.advantages.gae import ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.methods import validate
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.credit import LengthSwitch, StepScores, merge_steps, penalise_length, text_steps
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.training import sampling
-from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Context, SampleMeasures, Scored, Segmented
-from tests.helpers import loop, tiny_dna, tiny_runs
+from tests.helpers import loop, tiny_dna, tiny_runs, updates
 from tests.helpers import tiny_text as tiny
 from tests.helpers.refusals import message
 from tests.helpers.tables import close, draw, f64
@@ -92,7 +89,6 @@ def test_thoughts_and_weights_of_steps():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_run_scores_the_steps_of_its_texts(whole):
-    """By the characters of a step, in a tiny run; the first ratio is 1."""
     parts = {"spread": {"type": "StepScores", "ends": "1", "whole": whole, "rewards": ["score"], "votes": 1}}
     made = tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", parts, text__max_tokens=12))
     shown = []
@@ -131,7 +127,6 @@ def test_shorter_right_answers_and_shares():
     found = LengthSwitch(top=1.0)(both, Context(samples=SampleMeasures(lengths=LENGTHS)))
     assert torch.equal(found[..., 1], both[..., 1]) and torch.equal(found.isnan(), both.isnan())
     assert found[1, 1, 0] == pytest.approx(1 - 0.2 * sigmoid(-5 / (5 + 1e-6)), abs=1e-10)  # 20 of 20 and 30
-    assert "LengthSwitch: top is 2" in message(LengthSwitch, top=2.0, error=ValueError)
 
 
 @pytest.mark.parametrize("part, on", [
@@ -183,26 +178,18 @@ def test_the_clipped_loss_by_hand():
     close(values.grad, [-0.9, 0.0, -1.5])
 
 
-@pytest.mark.parametrize("wrong, told", [({"gamma": 1.1}, "gamma is 1.1"), ({"decay": -0.1}, "decay -0.1"),
-                                         ({"clip": 0.0}, "clip is 0"), ({"passes": 0}, "passes 0")])
-def test_impossible_fields_are_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
-        ValueHead(**wrong)
-
-
 def test_critics_are_for_tokens_and_one_part():
     value = {"value": {"type": "ValueHead"}}
-    with pytest.raises(UserError, match="reads no value: got parts.value ValueHead"):
-        validate.resolve(tiny.config(method="mix_grpo", parts=value), "flow")
-    with pytest.raises(UserError, match="reads no value: got parts.value ValueHead"):
-        validate.resolve(tiny.config(method="drakes", parts=value), "masks")
+    for method, kind in (("mix_grpo", "flow"), ("drakes", "masks")):
+        config = tiny.config(method=method, parts=value)
+        assert "reads no value: got parts.value ValueHead" in message(validate.resolve, config, kind)
     assert validate.resolve(tiny.config(method="ppo"), "tokens").parts()["value"] == ValueHead(1.0, 0.95)
     found = validate.resolve(tiny.config(method="grpo", parts=value), "masks")
     assert (found.credit.value, found.rollout.decoding) == (ValueHead(), Unmasking())
     assert methods.preset("trace_rl_value").parts()["value"] == ValueHead(1.0, 1.0, 0.2)
     assert methods.preset("trace_rl").parts()["value"] is None
-    with pytest.raises(UserError, match="value and spread .StepGroups. both make advantages of tokens"):
-        validate.resolve(tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}}), "tokens")
+    both = tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}})
+    assert "value and spread (StepGroups) both make advantages of tokens" in message(validate.resolve, both, "tokens")
 
 
 def test_tokens_weigh_what_the_critic_predicts_of_the_outcome_by_hand():
@@ -210,8 +197,6 @@ def test_tokens_weigh_what_the_critic_predicts_of_the_outcome_by_hand():
     mask = torch.tensor([[True, True, False], [True, False, False]])
     logits = f64([[1, 3], [3, 1], [1, 4]]).log()
     close(outcome_weights(logits, torch.tensor([1, 0]), mask), [[1.5, 0.5, 0], [1, 0, 0]])
-    for wrong in ({"bounds": ()}, {"bounds": (1.0, 0.0)}, {"lr": 0.0}):
-        assert "OutcomeHead: " in message(OutcomeHead, **wrong, error=ValueError)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -226,16 +211,10 @@ def trainer(**options):
     return found
 
 
-def credited(own):
-    """The epoch's parts with advantages of completions, and the prompts' tokens."""
-    parts, asked, scores = sampling.sample(own, own.prompts)
-    return [part for part in loop.credit(own, parts, scores, ["=", "=="]) if part is not None], asked
-
-
 @pytest.mark.parametrize("shrink", [1, 2])
 def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
     own = trainer(parts={"decoding": {"shrink": shrink}}, train__micro_batch=3)
-    parts, asked = credited(own)
+    parts, asked = updates.credited(own)
     torch.nn.init.normal_(loop.critic(own).head.weight, generator=torch.Generator().manual_seed(0))
     given = loop.critic(own)(parts, asked)
     for part, after, (hidden, values, returns) in zip(parts, given, loop.critic(own).seen):
@@ -260,9 +239,7 @@ def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
 def test_of_a_causal_model_states_are_those_before_each_token():
     own = tiny.trainer(rewards={"short": lambda texts, prompts: [len(text) for text in texts]}, method="ppo",
                        train__micro_batch=3)
-    batch = own.prompts[:2]
-    parts, asked, scores = sampling.sample(own, batch)
-    parts = list(loop.credit(own, parts, scores, [prompt.text for prompt in batch]))
+    parts, asked = updates.credited(own)
     torch.nn.init.normal_(loop.critic(own).head.weight, generator=torch.Generator().manual_seed(0))
     for part, after, (hidden, values, _) in zip(parts, loop.critic(own)(parts, asked), loop.critic(own).seen):
         [taken], expected = part.transitions, []
@@ -300,14 +277,10 @@ def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
     found = []
     for critic in (True, False):
         own = trainer()
-        parts, asked = credited(own)
+        parts, asked = updates.credited(own)
         parts = loop.critic(own)(parts, asked) if critic else parts
         assert parts[0].advantages[0].ndim == (2 if critic else 1)
-        own.optimization.optimizer.zero_grad()
-        own.kl_reference.start_epoch(loop.epoch(own), own.rollouts, 0, 1)
-        for part in parts:
-            loop.backward(own, part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
-        found.append(torch.cat([each.grad.flatten() for each in own.policy.weights.parameters()]))
+        found.append(updates.gradient(own, parts, asked))
     assert found[0].norm() > 0
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
 
@@ -339,9 +312,7 @@ def test_a_critic_of_outcomes_learns_to_tell_them_and_keeps_the_mean():
     own = tiny.trainer(rewards={"short": lambda texts, prompts: [float(len(text) > 3) for text in texts]},
                        method="remax", train__micro_batch=3, train__group=6,
                        parts={"value": {"type": "OutcomeHead", "bounds": [0.5], "lr": 0.05, "passes": 30}})
-    batch = own.prompts[:2]
-    parts, asked, scores = sampling.sample(own, batch)
-    parts = [part for part in loop.credit(own, parts, scores, [prompt.text for prompt in batch]) if part is not None]
+    parts, asked = updates.credited(own)
     given, losses = loop.critic(own)(parts, asked), []
     for part, after in zip(parts, given):  # of a new critic all tokens weigh the same
         [taken] = part.transitions

@@ -24,7 +24,6 @@ def record_calls(made) -> list[int]:
     """Rows of each call that draws."""
     rows: list[int] = []
     draw = made.policy.sample
-
     def sample(tokenized, decoding, generators, greedy):
         rows.append(len(generators))
         return draw(tokenized, decoding, generators, greedy)
@@ -65,7 +64,6 @@ def test_an_epoch_is_that_of_a_micro_batch_up_to_rounding(method):
 def test_where_memory_runs_out_fewer_are_drawn_at_once_and_the_micro_batch_stays(capsys):
     made = trainer()
     rows, draw = record_calls(made), made.policy.sample
-
     def refusing(tokenized, decoding, generators, greedy):
         if len(generators) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")

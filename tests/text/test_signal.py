@@ -251,9 +251,8 @@ def test_the_filter_the_redraw_and_the_metric_name_the_same_groups():
                                           ("spo_chain", False), ("w_reinforce", False)])
 def test_that_nothing_is_learned_is_said_of_methods_that_learn_nothing_then(method, said):
     trainer, lines = made(method), []
-    trainer.log = lines.append
-    hints = loop.extension(trainer, "RewardHints")
-    hints.epoch({"reward/short/zero_variance_groups": 1.0, "reward/short/mean": 1.0}, {"short": 0.0}, 0, trainer.log)
+    trainer.log, trainer.scoring.spreads = lines.append, {"short": 0.0}
+    loop.extension(trainer, "RewardHints").epoch({"reward/short/zero_variance_groups": 1.0, "reward/short/mean": 1.0})
     assert any("nothing is learned" in line for line in lines) is said
 
 

@@ -21,7 +21,7 @@ from flowgrpo.types import Completion
 from tests.evaluation.test_evaluate import launch
 from tests.helpers import tiny_masked, tiny_vision
 from tests.helpers import tiny_text as tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, message
 
 QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5;66=", "<<5;66=-61>>so\n#### 1,0", "rest")]
 SHORT = "def short(texts, prompts):\n    return [float(len(text) < 4) for text in texts]\n"
@@ -200,8 +200,7 @@ def test_a_image_is_shown_on_the_command_line(tmp_path, capsys):
     ({"source": "starter", "temperature": 1.0}, "--temperature: is of a language model, and the model generates")])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": ["numeric_match"]} | options
-    with pytest.raises(UserError, match=told):
-        evaluate(output=tmp_path / "out", **given)
+    assert told in message(evaluate, output=tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ from flowgrpo.tools.experience import Library, learn, request
 from tests.helpers import tiny, tiny_text
 from tests.helpers.chat_endpoint import endpoint, said
 from tests.helpers.refusals import message
+from tests.text.test_text_evaluate import save
 
 
 def products(weights) -> list[torch.Tensor]:
@@ -71,10 +72,9 @@ def test_a_reward_without_a_gradient_rises():
 
 
 def test_the_command_writes_a_lora_and_its_generations(tmp_path, capsys):
-    model, tokenizer = tiny_text.model()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_text.stir(tiny_text.policy((model, tokenizer), rank=2)).weights.save(tmp_path / "lora")
+    loaded = tiny_text.model()
+    save(tmp_path / "model", loaded)
+    tiny_text.stir(tiny_text.policy(loaded, rank=2)).weights.save(tmp_path / "lora")
     (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
     given = ["contrib", "evolve", "--output", str(tmp_path / "out"), f"--model={tmp_path / 'model'}", "--method=grpo",
              "--reward=distinct", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3", "--train.prompts=2",
@@ -120,9 +120,7 @@ def test_only_groups_whose_rewards_differ_edit_the_library():
 
 
 def test_the_command_learns_from_a_models_samples(tmp_path, capsys):
-    model, tokenizer = tiny_text.model()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save(tmp_path / "model", tiny_text.model())
     before = {file: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
     (tmp_path / "r.py").write_text("def mine(texts, prompts): return [float(i) for i in range(len(texts))]\n")

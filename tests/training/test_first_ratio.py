@@ -11,7 +11,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import Method, preset
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.objectives import Clip
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.training import sampling
 from flowgrpo.training.first_ratio import FirstRatio
 from tests.helpers import loop, tiny

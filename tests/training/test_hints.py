@@ -60,9 +60,7 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
         return [float(1000 * (i % 4)) for i in range(len(prompts))]
     def small(images, prompts):
         return [0.25 * (i % 4) for i in range(len(prompts))]
-    def constant(images, prompts):
-        return [0.5] * len(prompts)
-    functions = {"large": large, "small": small, "constant": constant}
+    functions = {"large": large, "small": small, "constant": lambda images, prompts: [0.5] * len(prompts)}
     trainer = tiny.trainer(rewards=functions, reward={"large": 1.0, "small": 2.0, "constant": 1.0}, train__group=4,
                            parts={"advantage": {"type": "Advantage", "order": "rewards"}})
     lines: list[str] = []
@@ -106,8 +104,9 @@ def test_what_is_said_of_rewards_where_all_went_well_and_where_it_did_not(reward
     hints, lines = rewards.RewardHints(trainer), list[str]()
     metrics = {f"reward/{name}/{key}": value for name, of in rewards_of.items()
                for key, value in zip(("mean", "zero_variance_groups"), of[2:])}
-    for epoch in range(2):
-        hints.epoch(metrics, {name: of[4] for name, of in rewards_of.items()}, epoch, lines.append)
+    trainer.log, trainer.scoring.spreads = lines.append, {name: of[4] for name, of in rewards_of.items()}
+    for trainer.epoch in range(2):
+        hints.epoch(metrics)
     assert len(lines) == bool(said) and "".join(lines).startswith("epoch 1: " * bool(said) + said)
 
 

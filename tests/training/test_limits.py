@@ -23,8 +23,7 @@ NAN = math.nan
 def test_a_multiplier_by_hand(limit, means, multipliers):
     limits = Limits({"cost": Limit(**limit)}, {})
     for mean, expected in zip(means, multipliers):
-        found = limits.learn({"reward/cost/mean": mean})
-        assert found["limit/cost/multiplier"] == pytest.approx(expected)
+        assert limits.learn({"reward/cost/mean": mean})["limit/cost/multiplier"] == pytest.approx(expected)
         assert limits.multipliers == {"cost": pytest.approx(expected)}
 
 

@@ -19,16 +19,15 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.run import run
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.train import Trainer
-from flowgrpo.training import memory, reward_memory, state
+from flowgrpo.training import memory, state
 from flowgrpo.training.batch_size import choose, measure_estimate, micro_batches
-from tests.helpers import tiny, tiny_text
+from tests.helpers import tiny, tiny_runs, tiny_text
 
 
 def test_parts_of_a_run_by_hand():
@@ -57,9 +56,9 @@ def test_reward_models_count_while_they_are_on_the_device():
     conditioning, gib = policy.encode(["red"]), 986_000_000 * 4
     for place, phases in (("keep", ["encode", "rollout", "decode", "update"]), ("cpu", ["rollout", "decode"])):
         config = tiny.config(memory__rewards=place, reward={"pickscore": 1.0, "scene": 1.0})
-        sizes = reward_memory.reward_weights(config)
+        sizes = memory.reward_weights(config)
         assert sizes == {"pickscore": {"cpu": gib}}  # counted without reading the checkpoint
-        counted = memory.memory(policy, config, conditioning, reward_memory.on_device(sizes, torch.device("cpu")))
+        counted = memory.memory(policy, config, conditioning, memory.on_device(sizes, torch.device("cpu")))
         assert [name for name, parts in counted.items() if parts.get("reward models") == gib] == phases
 
 
@@ -75,12 +74,12 @@ def test_the_report_of_rewards_names_bytes_device_and_what_leaves():
     config = tiny.config(memory__rewards="cpu", memory__encoders="cpu",
                          reward={"pickscore": {"args": {"dtype": "bf16"}}, "hpsv3": 1.0})
     sizes = {"pickscore": {"cuda:1": 2**30}, "hpsv3": None, "safety": {"cpu": 2**28}}
-    assert reward_memory.describe_rewards(sizes, config) == {
+    assert memory.describe_rewards(sizes, config) == {
         "pickscore": "1.000 GiB on cuda:1, which it leaves after scoring", "hpsv3": "unknown",
         "safety": "0.250 GiB on cpu"}
-    assert reward_memory.parts_that_leave(config) == ["text encoders", "reward models"]
-    assert reward_memory.on_device(sizes, torch.device("cuda:1")) == 2**30
-    assert reward_memory.on_device(sizes, torch.device("cuda")) == 0
+    assert memory.parts_that_leave(config) == ["text encoders", "reward models"]
+    assert memory.on_device(sizes, torch.device("cuda:1")) == 2**30
+    assert memory.on_device(sizes, torch.device("cuda")) == 0
 
 
 @pytest.mark.parametrize("roots, trained, keep_means, expected", [
@@ -96,32 +95,31 @@ def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
     assert memory._per_group(exploration) == expected
 
 
-def test_activations_are_those_that_the_backward_reads():
-    layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-    x = torch.ones(3, 8, requires_grad=True)
+@pytest.mark.parametrize("layers, expected", [
     # Inputs of both layers and of the activation: 3 x (8 + 16 + 16) numbers; weights do not count.
-    assert memory.activation_bytes([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
-
-
-def test_what_the_backward_reads_is_freed_at_once():
-    layer, inner = torch.nn.Linear(8, 8), []
+    ([torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)], 4 * 3 * (8 + 16 + 16)),
+    ([torch.nn.Sigmoid()], 4 * 3 * 8)])  # its own output
+def test_activations_are_those_that_the_backward_reads_and_freed_at_once(layers, expected):
+    inner, x = [], torch.ones(3, 8, requires_grad=True)
     def forward() -> torch.Tensor:
-        output = layer(torch.ones(3, 8)).exp()
+        output = torch.nn.Sequential(*layers)(x)
         inner.append(weakref.ref(output))
-        return output
-    collecting = gc.isenabled()
+        return output.sum()
     gc.disable()  # a cycle would stay
     try:
-        assert memory.activation_bytes([layer], lambda: forward().sum()) > 0 and inner[0]() is None
+        assert memory.activation_bytes(layers, forward) == expected and inner[0]() is None
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
-def test_guidance_doubles_the_activations():
+def test_guidance_doubles_the_activations_and_decoding_image_by_image_takes_as_much_as_one_and_the_images():
     plain, guided = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["update"]["activations"]
                      for policy in (tiny.policy(guidance=guidance) for guidance in (1.0, 3.0)))
     assert 1.9 < guided / plain < 2.1
+    whole, sliced = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["decode"]["decoding"]
+                     for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
+    rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16
+    assert rows > 1 and rows * picture < sliced < whole
 
 
 def test_the_largest_number_of_bytes_at_a_time():
@@ -131,26 +129,6 @@ def test_the_largest_number_of_bytes_at_a_time():
             x = x * 2 + 1  # x, twice x, and the sum
         assert x.view(10, 100)[2:].shape == (8, 100)  # the same storage
     assert seen.most == 3 * 4000
-
-
-def test_decoding_image_by_image_takes_as_much_as_one_and_the_images():
-    whole, sliced = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["decode"]["decoding"]
-                     for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
-    rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16
-    assert rows > 1 and rows * picture < sliced < whole
-
-
-def test_measured_activations_are_freed():
-    x, outputs = torch.ones(4, requires_grad=True), []
-    def forward():
-        output = x.sigmoid()  # keeps its own output
-        outputs.append(weakref.ref(output))
-        return output.sum()
-    gc.disable()
-    try:
-        assert memory.activation_bytes([], forward) == 16 and outputs[0]() is None
-    finally:
-        gc.enable()
 
 
 def estimate(rows: int, share: float) -> float:
@@ -183,7 +161,7 @@ def test_micro_batches_are_powers_of_two_up_to_the_samples_of_a_process(train, p
     assert micro_batches(tiny.config(**options), processes) == expected
 
 
-def test_the_estimate_is_that_of_the_check():
+def test_the_estimate_is_that_of_the_check_and_of_a_language_model_too():
     pipe, call = make("StableDiffusionPipeline")
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=call)
     settings = tiny.config(method="ddpo", train__checkpointing="auto")
@@ -197,9 +175,6 @@ def test_the_estimate_is_that_of_the_check():
         sizes.append(max(sum(parts.values()) for parts in phases.values()))
     # The check does not count the block that recomputes, and here it is one of two.
     assert plain == sizes[0] == half > whole > sizes[1]
-
-
-def test_a_language_model_is_measured_too():
     settings = tiny_text.config(train__micro_batch="auto", train__checkpointing="auto")
     estimated, shares = measure_estimate(settings, tiny_text.policy(), Prompt("1+2="))
     assert len(shares) == 3 and estimated(64, 1.0) < estimated(64, 0.0) and estimated(64, 0.0) > estimated(1, 0.0)
@@ -212,7 +187,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 
 
 def trained(settings: Any, resume: bool = False) -> Any:
-    run(settings, resume, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    tiny_runs.whole(settings, resume=resume)
     return load(settings.folder / "config.yaml").train
 
 
@@ -230,14 +205,11 @@ def test_a_run_chooses_tells_writes_and_keeps_it(tmp_path, monkeypatch, capsys):
     assert trained(longer, resume=True).micro_batch == 4 and "(auto: " not in capsys.readouterr().out
 
 
-def test_a_run_without_room_for_one_row_says_so(tmp_path, monkeypatch):
+def test_free_memory_is_that_of_the_host_and_a_run_without_room_for_one_row_says_so(tmp_path, monkeypatch):
+    assert 0 < free_memory("cpu") <= psutil.virtual_memory().total
     leave(monkeypatch, 100_000)  # for the generators of eight samples
     with pytest.raises(UserError, match="^train.micro_batch 1 with train.checkpointing True takes .* GiB, and 90% of "):
         trained(tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto"))
-
-
-def test_free_memory_is_at_most_that_of_the_host():
-    assert 0 < free_memory("cpu") <= psutil.virtual_memory().total
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
-from flowgrpo.objectives import SampledKL
+from flowgrpo.objectives.kl import SampledKL
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.rollouts.data_losses import at_guidance, seed_of
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import loop, tiny_runs
+from tests.helpers.refusals import message
 from tests.policies.pipelines.test_image_latents import saved
 
 PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5;66=": (";61", "6"), "7+8=": ("15", "1")}
@@ -91,13 +91,9 @@ def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
     assert offline[2] > 0.97 and hybrid[2] < 0.7 and hybrid[0] > hybrid[1]
 
 
-def test_pairs_have_a_weight_of_their_own():
+def test_pairs_have_a_weight_of_their_own_and_long_texts_are_refused_before_training():
     assert PreferencePairs().balance == PicturePairs().balance == FixedWeights(data=1.0)
-
-
-def test_a_long_text_of_a_pair_is_refused_before_training():
-    with pytest.raises(UserError, match=r"the recorded text of the prompt '1\+2=' has 3 tokens, its end included"):
-        made(text__max_tokens=2)
+    assert "the recorded text of the prompt '1+2=' has 3 tokens, its end included" in message(made, text__max_tokens=2)
 
 
 def test_of_images_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):

@@ -16,12 +16,6 @@ def made(method: str = "flow_grpo", kind: str = "flow", **parts):
     return tiny_runs.trainer(kind, tiny_runs.config(kind, method, parts, train__steps=4))
 
 
-def outputs(trainer, taken, conditioning, grid):
-    with torch.no_grad():
-        return trainer.policy.replay(conditioning.rows(taken.prompts), taken.x, grid, taken.step,
-                                     trainer.rollouts.timesteps)
-
-
 @pytest.mark.parametrize("kind, host, parts", [
     ("flow", "flow_grpo", {}), ("flow", "mix_grpo", {"plan": {"size": 2}}), ("flow", "dance_grpo", {}),
     ("flow", "branch_grpo", {"plan": {"splits": [0, 2]}}), ("vp", "ddpo", {"advantage": {"least": 4}}),
@@ -32,11 +26,11 @@ def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
     for part in made_parts:
         assert part.measured["predicted"].shape == (len(part.prompts), len(part.transitions))
         for k, taken in enumerate(part.transitions):
-            v = outputs(trainer, taken, conditioning, part.exploration.grid)
-            clean = (predict_x0 if kind == "flow" else x0_from_noise)(taken.x, v, part.exploration.grid[taken.step])
-            rows = conditioning.rows(taken.prompts)
-            pictures = trainer.rollouts.decode(clean, rows)
-            expected = tiny_runs.score(pictures, rows.prompts)
+            rows, grid = conditioning.rows(taken.prompts), part.exploration.grid
+            with torch.no_grad():
+                v = trainer.policy.replay(rows, taken.x, grid, taken.step, trainer.rollouts.timesteps)
+            clean = (predict_x0 if kind == "flow" else x0_from_noise)(taken.x, v, grid[taken.step])
+            expected = tiny_runs.score(trainer.rollouts.decode(clean, rows), rows.prompts)
             leaves = expected.repeat_interleave(len(part.prompts) // len(taken.x))
             torch.testing.assert_close(part.measured["predicted"][:, k], leaves, rtol=1e-4, atol=1e-4)
             assert taken.clean is None

@@ -63,7 +63,6 @@ TEXTS = [
 
 @pytest.mark.parametrize("recipe, options, told", [*(("starter", *row) for row in IMAGES),
                                                    *(("starter_text", *row) for row in TEXTS)])
-def test_settings_that_do_not_go_together_are_refused(recipe, options, told, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_settings_that_do_not_go_together_are_refused(recipe, options, told, here, capsys):
     assert told in refusal(capsys, options, recipe)
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()

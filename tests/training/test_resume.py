@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.cli import main
 from flowgrpo.cores import SET_BY_USER
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.distributed import signals
-from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
@@ -29,6 +27,7 @@ from flowgrpo.training.endings import save_on_stop
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny, tiny_runs
 from tests.helpers.forked import Forked
+from tests.helpers.refusals import error_line
 
 REWARD = '''
 import os
@@ -48,22 +47,11 @@ def red(images, prompts):
 EPOCHS = 6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
-
-
 def arguments(model, folder, **options) -> list[str]:
     """A run with two micro-batches and two updates per epoch and a moving average, saved every second epoch."""
-    folder.mkdir(exist_ok=True)
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
-                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
-                           train__updates=2, train__ema=0.9, eval__weights="ema", train__warmup=3,
-                           train__schedule="linear", train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
-    (folder / "recipe.yaml").write_text(settings.yaml())
-    return ["train", "--trust", str(folder / "recipe.yaml")]
+    return tiny_runs.command(model, folder, REWARD, train__epochs=EPOCHS, train__save_every=2, train__updates=2,
+                             train__ema=0.9, eval__weights="ema", train__warmup=3, train__schedule="linear",
+                             train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +146,7 @@ def test_one_command_begins_goes_on_and_ends(model, uninterrupted, tmp_path, cap
 
 def test_after_a_kill_while_epochs_are_drawn_ahead(model, tmp_path):
     """Call 13 is that of the sixth epoch, which is drawn before the update of the fourth."""
-    whole = arguments(model, tmp_path / "whole", train__staleness=2)
-    assert main(whole) == 0
+    assert main(arguments(model, tmp_path / "whole", train__staleness=2)) == 0
     command = arguments(model, tmp_path / "killed", train__staleness=2)
     (tmp_path / "killed" / "plan").write_text(f"13 {int(signal.SIGKILL)}")
     killed = Forked(main, command)
@@ -171,7 +158,9 @@ def test_after_a_kill_while_epochs_are_drawn_ahead(model, tmp_path):
     assert [line["staleness/epochs"] for line in lines(run)] == [0, 1, 2, 2, 2, 2]
 
 
-def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path, capsys):
+@pytest.mark.parametrize("least", [state.LARGE, 0], ids=["at once", "by a thread"])
+def test_after_a_kind_request_the_last_whole_epoch_is_saved(least, model, uninterrupted, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(state, "LARGE", least)
     command = arguments(model, tmp_path)
     (tmp_path / "plan").write_text(f"9 {int(signal.SIGTERM)}")  # in the fourth epoch
     before = signal.getsignal(signal.SIGTERM)
@@ -203,17 +192,15 @@ def finished(model, uninterrupted, tmp_path):
     return command, tmp_path / "run"
 
 
-def test_a_finished_run_is_not_trained_further(finished, uninterrupted):
+def test_a_finished_run_is_not_trained_further_and_what_was_changed_since_is_told(finished, uninterrupted, capsys):
     command, run = finished
     (run / LORA_FILE).unlink()
     assert main([*command, "--resume"]) == 0
     assert_same(run, uninterrupted)
-
-
-def test_a_run_may_be_given_more_epochs(finished):
-    command, run = finished
-    assert main([*command, "--resume", f"--train.epochs={EPOCHS + 1}"]) == 0
-    assert [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 2))
+    assert main([*command, "--resume", "--train.micro_batch=3", "--seed=4", "--eval.every=0"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert told[-2:] == ["resumed with seed: 4, was 0", "resumed with train.micro_batch: 3, was 4"]
+    assert all(line.startswith(("resumed with reward:", "resumed with prompts:")) for line in told[:-2])  # moved files
 
 
 def test_a_new_run_of_the_same_name_starts_anew_and_loses_nothing(finished, capsys):
@@ -235,8 +222,7 @@ def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
     files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with lock_run(run):
         for more in ([], ["--resume"]):
-            assert main([*command, *more]) == 2
-            assert f"another run is writing to {run}: give this one another name" in capsys.readouterr().err
+            assert f"another run is writing to {run}: give this one another name" in error_line(capsys, *command, *more)
         assert unfinished(run) == "the run is training: wait for its end, or name one of its checkpoints"
     assert unfinished(run) == "the run has not finished: --resume it"
     assert {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
@@ -262,22 +248,6 @@ def test_a_run_without_a_whole_epoch_is_not_set_aside(finished, capsys):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["epoch-00001"]
 
 
-def test_what_was_changed_since_is_told(finished, capsys):
-    command, run = finished
-    assert main([*command, "--resume", "--train.micro_batch=3", "--seed=4", "--eval.every=0"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
-    assert told[-2:] == ["resumed with seed: 4, was 0", "resumed with train.micro_batch: 3, was 4"]
-    assert all(line.startswith(("resumed with reward:", "resumed with prompts:")) for line in told[:-2])  # moved files
-
-
-def test_other_prompts_measure_the_base_again(finished):
-    command, run = finished
-    before = json.loads((run / "before.json").read_text())
-    (run.parent / "other.txt").write_text("\n".join(f"another {text}" for text in tiny.PROMPTS))
-    assert main([*command, "--resume", f"--prompts={run.parent}/other.txt"]) == 0
-    assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
-
-
 def test_an_edited_reward_measures_the_base_again(finished, uninterrupted, capsys):
     command, run = finished
     [file] = run.parent.glob("*.py")
@@ -287,6 +257,7 @@ def test_an_edited_reward_measures_the_base_again(finished, uninterrupted, capsy
     file.write_text(file.read_text() + "\n\nEDITED = True\n")
     assert main([*command, "--resume", f"--train.epochs={EPOCHS + 1}"]) == 0
     assert "has changed, so that the base is measured again" in capsys.readouterr().out
+    assert [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 2))
     after = json.loads((run / "before.json").read_text())
     assert after["code"] != before["code"] and after["scores"] == before["scores"]
 
@@ -308,11 +279,15 @@ def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, uninterr
     assert (run / "before.json").stat().st_mtime == 1 and "\nimage:" in (run / "config.yaml").read_text()
 
 
-def test_another_evaluation_measures_the_base_again(finished):
+def test_another_evaluation_and_other_prompts_measure_the_base_again(finished):
     command, run = finished
     assert main([*command, "--resume", "--eval.prompts=1", "--eval.grid=1"]) == 0
     assert len(json.loads((run / "before.json").read_text())["scores"].popitem()[1]) == 1
     assert json.loads((run / "summary.json").read_text())["evaluation"]["prompts"] == 1
+    before = json.loads((run / "before.json").read_text())
+    (run.parent / "other.txt").write_text("\n".join(f"another {text}" for text in tiny.PROMPTS))
+    assert main([*command, "--resume", f"--prompts={run.parent}/other.txt"]) == 0
+    assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
 
 
 @pytest.mark.parametrize("options, told", [
@@ -325,8 +300,7 @@ def test_another_evaluation_measures_the_base_again(finished):
 def test_what_does_not_fit_is_told(finished, options, told, capsys):
     command, run = finished
     kept = (run / "config.yaml").read_text()
-    assert main([*command, "--resume", *options]) == 2
-    assert told in capsys.readouterr().err
+    assert told in error_line(capsys, *command, "--resume", *options)
     assert (run / "config.yaml").read_text() == kept and len(lines(run)) == EPOCHS
 
 
@@ -346,8 +320,7 @@ def test_where_all_checkpoints_are_damaged_nothing_is_lost(finished, capsys):
     (run / "summary.json").unlink()
     for path in (run / "checkpoints").iterdir():
         (path / "state.json").write_text("[]")
-    assert main([*command, "--resume"]) == 2
-    assert "--resume: no whole checkpoint in " in capsys.readouterr().err
+    assert "--resume: no whole checkpoint in " in error_line(capsys, *command, "--resume")
     assert main([*command, "--train.epochs=1"]) == 0
     assert sorted(path.name for path in (run.with_name("run.1") / "checkpoints").iterdir()) == [
         "epoch-00004.damaged", "epoch-00006.damaged"]
@@ -400,8 +373,7 @@ def test_changed_code_prompts_and_packages_are_told(finished, capsys):
 
 def test_what_is_compared_on_resuming(tmp_path):
     config = tiny.config(tmp_path)
-    first = [Prompt("red", metadata={"n": 1}), Prompt("blue")], [Prompt("old")]
-    now = run_folder.hash_inputs(config, first)
+    now = run_folder.hash_inputs(config, ([Prompt("red", metadata={"n": 1}), Prompt("blue")], [Prompt("old")]))
     assert run_folder.changes(tmp_path, now) == []  # an older run
     atomic.write_text(tmp_path / run_folder.FILE, json.dumps(now | {"packages": {**now["packages"], "torch": "1.0"}}))
     second = [Prompt("red", metadata={"n": 2}), Prompt("blue")], [Prompt("older")]
@@ -413,7 +385,7 @@ def test_what_is_compared_on_resuming(tmp_path):
     assert line.startswith("unknown inputs: ") and "it is written anew" in line
 
 
-def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
+def test_lines_of_epochs_that_come_again_are_dropped_and_a_damaged_last_one_is_set_aside(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     keep_lines(path, 3)
     assert not path.exists()
@@ -427,31 +399,12 @@ def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl, line 2: damaged .*: remove that line"):
         keep_lines(path, 3)
     assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
-
-
-def test_a_damaged_last_line_is_set_aside(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
     for last in (b"\0\0\0\xff", b"[3]", b'{"epoch": "three"}'):
         path.write_bytes(b'{"epoch": 1}\n{"epoch": 2}\n' + last + b"\n")
         keep_lines(path, 5)
         assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
     assert capsys.readouterr().out == f"{path}: the last line is damaged: it is now in metrics.jsonl.damaged\n" * 3
     assert (tmp_path / "metrics.jsonl.damaged").read_text() == '\0\0\0\\xff\n[3]\n{"epoch": "three"}\n'
-
-
-def test_a_stop_waits_for_its_check_and_a_second_one_does_not(monkeypatch):
-    monkeypatch.setattr(signals, "SAME", 0.0)
-    stop = Stop()
-    before = signal.getsignal(signal.SIGINT)
-    with stop:
-        stop.check()
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(Stopped):
-            stop.check()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.sigtimedwait([], 0)  # lets Python deliver it
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 FSYNC = os.fsync
@@ -570,17 +523,6 @@ def test_a_second_signal_does_not_wait(large, held, tmp_path):
     assert trainer.progress.saving.busy and checkpoints(tmp_path / "checkpoints") == {}
     held.set()
     trainer.progress.saving.look(wait=True)
-
-
-def test_a_stop_of_a_run(large, model, uninterrupted, tmp_path):
-    """In the fourth epoch, as in test_resume.py, with checkpoints of every second epoch."""
-    command = arguments(model, tmp_path)
-    (tmp_path / "plan").write_text(f"9 {int(signal.SIGTERM)}")
-    assert main(command) == 130
-    last = lines(tmp_path / "run")[-1]["epoch"]
-    assert [*checkpoints(tmp_path / "run" / "checkpoints")][-1] == last
-    assert main([*command, "--resume"]) == 0
-    assert_same(tmp_path / "run", uninterrupted)
 
 
 def dying(command: list[str]) -> int:

@@ -19,34 +19,24 @@ TEACH = {"reference": {"type": "SelfTeacher", "template": SIBLING}, "kl": {"weig
          "surrogate": {"type": "KLOnly"}}
 
 
-def test_a_teacher_reads_the_best_right_sibling_and_never_the_sample_itself():
+def test_a_teacher_reads_a_right_sibling_never_the_sample_itself_and_the_most_common_wrong_one():
     texts, written = ["q"] * 4, ["a", "b", "c", "c"]
     teacher = SelfTeacher(template=SIBLING)
     assert teacher.prompts(texts, written, [1.0, 0.0, 0.7, 0.2], [None] * 4) == ["qc=", "qa=", "qa=", "qa="]
     assert teacher.prompts(texts, written, [1.0, 0.0, 0.0, 0.2], [None] * 4) == ["q", "qa=", "qa=", "qa="]
     assert teacher.prompts(texts, written, [0.4] * 4, [None] * 4) == ["q"] * 4
-
-
-def test_a_contrast_reads_a_right_sibling_and_the_most_common_wrong_one():
     teacher = SelfTeacher("contrast", "{prompt}|{right}|{wrong}")
     found = teacher.prompts(["q"] * 5, ["a", "b", "c", "c", "d"], [1, 0, 0, 0, 1], [None] * 5)
     assert found == ["q|d|c", "q|a|c", "q|a|c", "q|a|c", "q|a|c"]
     assert teacher.prompts(["q"] * 2, ["a", "b"], [1, 1], [None] * 2) == ["q", "q"]
-
-
-def test_answers_and_templates():
     assert SelfTeacher("answer", "{prompt}:{answer}").prompts(["q"] * 2, ["a", "b"], [0, 0], ["7", None]) == [
         "q:7", "q"]
     assert SelfTeacher("none", "{prompt}, sharp").prompts(["q"], [""], [0], [None]) == ["q, sharp"]
 
 
-def first_right(texts, prompts):
-    """1 for the first completion of each four."""
-    return [float(place % 4 == 0) for place in range(len(texts))]
-
-
 def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
-    trainer = tiny_text.trainer(rewards={"short": first_right}, parts=TEACH)
+    trainer = tiny_text.trainer(parts=TEACH, rewards={  # the first completion of each four is right
+        "short": lambda texts, prompts: [float(place % 4 == 0) for place in range(len(texts))]})
     tiny_text.stir(trainer.policy)
     batch = trainer.prompts[:2]
     parts, asked, scores = sampling.sample(trainer, batch)
@@ -77,8 +67,7 @@ def test_feedback_without_information_changes_nothing():
 def test_a_richer_prompt_teaches_the_plain_one_of_images():
     parts = {"reference": {"type": "SelfTeacher", "feedback": "none", "template": "{prompt}, old, old"},
              "kl": {"weight": 1.0}, "surrogate": {"type": "KLOnly"}}
-    trainer = tiny.trainer(parts=parts)
-    assert trainer.run_epoch()["kl"] > 1e-6
+    assert tiny.trainer(parts=parts).run_epoch()["kl"] > 1e-6
     same = tiny.trainer(parts=parts | {"reference": parts["reference"] | {"template": "{prompt}"}})
     assert same.run_epoch()["kl"] == pytest.approx(0, abs=1e-9)
 

@@ -20,7 +20,7 @@ from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
-from tests.helpers import tiny
+from tests.helpers import tiny_runs
 from tests.helpers.forked import Forked
 
 EPOCHS = 4
@@ -63,22 +63,11 @@ def hanging(method):
 '''
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
-
-
 def arguments(model, folder) -> list[str]:
     """A run that is measured after every epoch, keeps its best weights, and is saved every second epoch."""
-    folder.mkdir(exist_ok=True)
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red", train__lr=0.02,
-                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
-                           train__updates=2, train__steps=4, parts__plan__size=2, eval__every=1)
-    recipe = settings.yaml().replace("best: null", f"best: {folder}/reward.py:red")
-    (folder / "recipe.yaml").write_text(recipe)
-    return ["train", "--trust", str(folder / "recipe.yaml")]
+    return tiny_runs.command(model, folder, REWARD, train__epochs=EPOCHS, train__save_every=2, train__updates=2,
+                             train__steps=4, parts__plan__size=2, train__lr=0.02, eval__every=1,
+                             eval__best=f"{folder}/reward.py:red")
 
 
 def heard(command: list[str]) -> int:

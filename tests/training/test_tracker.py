@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.run import run
 from flowgrpo.training import metrics
-from tests.helpers import ffmpeg, tiny, tiny_text
+from tests.helpers import ffmpeg, tiny, tiny_runs, tiny_text
 
 
 def train(output, resume=False, **options):
-    return run(tiny.config(output, train__group=3, train__prompts=1, train__save_every=1, eval__every=1, **options),
-               resume, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    return tiny_runs.whole(tiny.config(output, train__group=3, train__prompts=1, train__save_every=1, eval__every=1,
+                                       **options), resume=resume)
 
 
 class Board:
@@ -92,7 +91,6 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(board, tmp_path):
 
 
 def test_tensorboard_gets_images_and_the_configuration(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     train(tmp_path, tracker="tensorboard", train__epochs=1)
     train(tmp_path, resume=True, tracker="tensorboard", train__epochs=2)
     folder = tmp_path / "run"
@@ -121,9 +119,8 @@ def test_tensorboard_gets_images_and_the_configuration(tmp_path):
 
 @pytest.mark.parametrize("every, steps", [(0, [0, 2]), (1, [0, 1, 2]), (3, [0, 2])])
 def test_held_out_means_are_scalars_before_and_after(every, steps, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     config = tiny.config(tmp_path, train__group=3, train__prompts=1, eval__every=every, tracker="tensorboard")
-    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    summary = tiny_runs.whole(config)
     found = EventAccumulator(str(config.folder / "events")).Reload().Scalars("held_out/red")
     assert [event.step for event in found] == steps
     assert [found[0].value, found[-1].value] == pytest.approx([summary["before"]["red"], summary["after"]["red"]])
@@ -131,10 +128,8 @@ def test_held_out_means_are_scalars_before_and_after(every, steps, tmp_path):
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
 def test_a_symptom_is_alerted_once_and_the_report_says_the_same(board, tmp_path, capsys):
-    def constant(images, prompts):
-        return [0.5] * len(prompts)
     config = tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=6, tracker="wandb")
-    run(config, False, pipe=tiny.sd3(), functions={"red": constant}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    tiny_runs.whole(config, {"red": lambda images, prompts: [0.5] * len(prompts)})
     text = "100 % of the groups of 5 epochs have equal rewards and teach nothing: look at the prompts' difficulty, "
     [line] = [line for line in capsys.readouterr().out.splitlines() if "alert, epoch" in line]
     assert line.startswith(f"alert, epoch 5: {text}")
@@ -171,7 +166,6 @@ def sent_clip(folder, **options):
 
 
 def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     sent_clip(tmp_path, tracker="tensorboard")()
     events = EventAccumulator(str(tmp_path / "run" / "events"), size_guidance={"images": 0}).Reload()
     [event] = events.Images("before/1")
@@ -191,17 +185,13 @@ def test_texts_are_a_table(board, tmp_path):
 
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
-def test_a_new_run_in_a_folder_has_a_new_id(board, tmp_path):
+def test_a_new_run_in_a_folder_has_a_new_id_and_a_tracker_that_does_not_start_is_told(board, tmp_path):
     config = tiny.config(tmp_path, tracker="wandb")
     first = metrics.identity(config, resumed=False)
     assert metrics.identity(config, resumed=True) == first
     assert metrics.identity(config, resumed=False) != first
     other = metrics.identity(tiny.config(tmp_path, tracker="trackio"), resumed=True)  # another tracker's id is unknown
     assert other != first and metrics.identity(config, resumed=True) != first
-
-
-@pytest.mark.parametrize("board", ["wandb"], indirect=True)
-def test_a_tracker_that_does_not_start_is_told(board, tmp_path):
     def refuse(**settings):
         raise RuntimeError("401\nunauthorised")
     board.module.init = refuse

@@ -4,11 +4,8 @@ import json
 import random
 import re
 import shutil
-import socket
 import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,8 +26,11 @@ from flowgrpo.run import run
 from flowgrpo.storage import paths
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import letters
-from flowgrpo.training import metrics, trial
-from tests.helpers import loop, tiny, tiny_dna, tiny_text
+from flowgrpo.training import metrics, state, trial
+from tests.helpers import loop, tiny, tiny_dna, tiny_runs, tiny_text
+from tests.helpers.chat_endpoint import endpoint, said
+from tests.helpers.processes import free_ports
+from tests.helpers.refusals import message
 
 TEXTS = [Prompt(text) for text in tiny_text.PROMPTS]
 
@@ -59,10 +59,7 @@ def tried(functions, watched=None, rules=None, make=tiny, **options):
 
 
 def told(*given, **options) -> str:
-    with pytest.raises(UserError) as error:
-        tried(*given, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return message(tried, *given, **options)
 
 
 async def later(images, prompts):
@@ -92,19 +89,14 @@ def test_a_broken_reward_is_told_before_anything_is_measured_or_written(case, tm
     broken, line = BROKEN[case]
     settings = tiny.config(tmp_path, reward="mine", eval__rewards=["watched"])
     watched = Seen()
-    with pytest.raises(UserError) as error:
-        run(settings, pipe=tiny.sd3(), functions={"mine": broken, "watched": watched},
-            prompts=[Prompt(text) for text in tiny.PROMPTS])
-    assert line in str(error.value) and "'mine'" in str(error.value)
+    said = message(tiny_runs.whole, settings, {"mine": broken, "watched": watched})
+    assert line in said and "'mine'" in said
     assert not settings.folder.exists() and len(watched.calls) <= 1
 
 
-def test_a_watched_reward_is_tried_on_held_out_prompts():
+def test_a_watched_reward_is_tried_on_held_out_prompts_and_samples_have_the_form_of_those_of_a_run():
     assert "reward 'seen' returned 1 value: expected 2 numbers, one per sample (first prompt: 'held out')" in told(
         {"red": tiny.red}, {"seen": lambda images, prompts: [1.0]})
-
-
-def test_samples_have_the_form_of_those_of_a_run():
     seen, watched = Seen(), Seen()
     trainer = tried({"mine": seen}, {"watched": watched})
     assert trainer.policy.evaluations == 0 and trainer.scoring._tally.failed == {}
@@ -148,16 +140,13 @@ def test_a_reward_that_sees_groups_is_given_one():
         {"grouped": Seen(lambda outputs: [1.0], group=True)})
 
 
-def test_a_server_is_asked_once():
+def test_a_server_is_asked_once_and_a_reward_that_compares_with_the_base_has_one():
     remote = About(needs="server")
     alone, grouped, pairs, plain = (Seen(about=remote, **said) for said in (
         {}, {"group": True}, {"pairwise": True}, {"made_of": []}))
     tried({"alone": alone, "grouped": grouped, "pairs": pairs, "made": Seen(made_of=[plain])})
     assert [len(each.calls[0].prompts) for each in (alone, grouped, pairs)] == [1, 4, 1]
     assert rewards.slow(Seen(made_of=[plain])) and not rewards.slow(Seen()) and plain.calls == []
-
-
-def test_a_reward_that_compares_with_the_base_has_one():
     far = Seen(base=True)
     tried({"far": far})
     [call] = far.calls
@@ -214,10 +203,6 @@ def test_none_for_the_first_prompts_alone_is_no_mistake():
     tried({"mine": Seen(lambda images: [None, None]), "red": tiny.red})
 
 
-def without_seconds(metrics):
-    return {key: value for key, value in metrics.items() if "seconds" not in key}
-
-
 @pytest.mark.parametrize("make", [tiny, tiny_text])
 def test_a_run_is_the_same_with_and_without_a_trial(make):
     """Also of a reward that draws random numbers from everywhere."""
@@ -230,7 +215,8 @@ def test_a_run_is_the_same_with_and_without_a_trial(make):
         random.seed(3), np.random.seed(3), torch.manual_seed(3)
         if first:
             trial.require(trainer, {"other": noisy})
-        epochs = [without_seconds(trainer.run_epoch()) for trainer.epoch in (0, 1)]
+        epochs = [{key: value for key, value in trainer.run_epoch().items() if "seconds" not in key}
+                  for trainer.epoch in (0, 1)]
         found.append((epochs, trainer.policy.evaluations, trainer.policy.weights.snapshot()))
     (one, count, weights), (other, again, compared) = found
     assert json.dumps(one) == json.dumps(other) and count == again
@@ -251,12 +237,9 @@ def test_a_gradient_has_to_reach_the_images(reward, line):
     assert line in told({"mine": differentiable(reward)}, **FOLLOWED)
 
 
-def test_a_gradient_that_flows_is_no_mistake():
+def test_gradients_that_flow_and_those_of_tokens():
     trainer = tried({"mine": differentiable(lambda images, prompts: images.mean((1, 2, 3)))}, **FOLLOWED)
     assert trainer.epoch == trainer.optimization.update == 0  # the trial leaves the run as it was
-
-
-def test_a_gradient_of_tokens():
     def own(reward):
         policy = MaskedLM(*tiny_dna.model(steps=0), Adapter(rank=2), Text(max_tokens=tiny_dna.LENGTH))
         trainer = tiny.trainer(policy, {"mine": reward}, method="drakes", reward="mine",
@@ -279,88 +262,48 @@ def test_completions_are_short(tmp_path):
     assert [0 < entry["completion_tokens"] <= trial.TOKENS for entry in call.metadata] == [True, True]
 
 
-def test_a_prompt_that_leaves_no_room_is_told():
+def test_a_prompt_without_room_and_a_chat_template_that_fails_are_told():
     line = told({"mine": Seen()}, make=tiny_text, text__max_tokens=59)
     assert "the prompt '5;66=' has 6 tokens and its completion up to 59, but the model's context is 64 tokens" in line
-
-
-def test_a_chat_template_that_fails_is_told():
     model, tokenizer = tiny_text.model()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(UserError, match="the chat template of .* fails on the prompt '1.2=' .no system role.: set"):
         tiny_text.policy((model, tokenizer)).encode(["1+2="])
-
-
-def test_a_tokenizer_without_a_token_for_padding_is_no_mistake():
     model, tokenizer = tiny_text.model()
     tokenizer.pad_token = model.generation_config.pad_token_id = None
     assert tiny_text.policy((model, tokenizer)).padding == tokenizer.eos_token_id
 
 
 # --- what is not in this process -------------------------------------------------------------------------------------
-def gone() -> str:
-    """A URL where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        return f"http://127.0.0.1:{closed.getsockname()[1]}"
-
-
-@contextmanager
-def answering(*statuses):
-    """A server that answers with these statuses in turn, the last one for all that follow -> (its URL, its paths)."""
-    asked = []
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(self.path)
-            status, body = statuses[min(len(asked), len(statuses)) - 1]
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-GOOD = 200, json.dumps({"choices": [{"message": {"content": "Score: 7"}}]}).encode()
 PATIENT = {"model": "m", "retries": 99, "wait": 1e6}
 
 
-def test_a_judge_that_is_not_there_is_told_at_once_under_every_policy():
-    url = gone()
+def test_a_judge_or_reward_server_that_is_not_there_is_told_at_once_under_every_policy():
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"  # where nothing listens
     for on_error in ("raise", "skip", Retry(retry=9, wait=1e6)):
         line = told({"mine": Judge(url=f"{url}/v1", **PATIENT)}, rules={"mine": RewardRule(on_error=on_error)})
         assert line.startswith(f"a judge: {url}/v1/chat/completions gave no answer (ConnectError")
         assert line.endswith("is a server running there, and is the URL right?")
+    with pytest.raises(UserError, match=f"{url}/info gave no answer .ConnectError.* is a server running there"):
+        rewards.find(f"{url}/mine", {"retries": 99, "wait": 1e6})
 
 
 @pytest.mark.parametrize("status, line", [
-    ((404, b'{"error": {"message": "no model m"}}'), "answered 404: no model m (is the url that of the API"),
-    ((401, b""), "answered 401: set key_env"), ((200, b"<html>"), "gave no proper answer: no chat completion"),
+    ((404, {}, {"error": {"message": "no model m"}}), "answered 404: no model m (is the url that of the API"),
+    ((401, {}, b""), "answered 401: set key_env"), ((200, {}, b"<html>"), "gave no proper answer: no chat completion"),
 ])
 def test_a_judge_that_refuses_is_told_after_one_question(status, line):
-    with answering(status) as (url, asked):
-        assert line in told({"mine": Judge(url=url, **PATIENT)}, rules={"mine": RewardRule(on_error="skip")})
-        assert len(asked) == 1
+    with endpoint([status]) as server:
+        assert line in told({"mine": Judge(url=server.url, **PATIENT)}, rules={"mine": RewardRule(on_error="skip")})
+    assert len(server.seen) == 1
 
 
-def test_a_judge_is_asked_one_question():
-    with answering(GOOD) as (url, asked):
-        tried({"mine": Judge(url=url, **PATIENT)})
-        assert asked == ["/v1/chat/completions"]
-
-
-def test_a_judge_of_pairs_is_asked_of_one_pair(capsys):
-    with answering(GOOD) as (url, asked):
-        tried({"pairs": JudgePairs(url=url, **PATIENT)})
-        assert len(asked) == 2 and "'pairs' failed on a trial sample" in capsys.readouterr().out  # in both orders
+def test_a_judge_is_asked_one_question_and_one_of_pairs_of_one_pair(capsys):
+    with endpoint([said("Score: 7")]) as server:
+        tried({"mine": Judge(url=server.url, **PATIENT)})
+        assert [path for path, *_ in server.seen] == ["/v1/chat/completions"]
+        tried({"pairs": JudgePairs(url=server.url, **PATIENT)})
+    assert len(server.seen) == 3 and "'pairs' failed on a trial sample" in capsys.readouterr().out  # in both orders
 
 
 def test_a_busy_service_is_asked_again():
@@ -379,23 +322,11 @@ def test_a_busy_service_is_asked_again():
     assert attempts(Later("429", 0.001), wait=0.001) == 5
 
 
-def test_a_reward_server_that_is_not_there_is_told_at_once():
-    url = gone()
-    with pytest.raises(UserError, match=f"{url}/info gave no answer .ConnectError.* is a server running there"):
-        rewards.find(f"{url}/mine", {"retries": 99, "wait": 1e6})
-
-
 # --- disk, tracker ---------------------------------------------------------------------------------------------------
-def test_room_for_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    line = told({"red": tiny.red}, output=tmp_path / "not" / "there")
-    assert line.startswith(f"{tmp_path}/not/there/run has room for 1,000 bytes, but the run's checkpoints take ")
-    paths.require_room(tmp_path, 1000, "a file")
 
 
-def test_the_room_that_checkpoints_take(tmp_path):
+def test_the_room_that_checkpoints_take_is_asked_for(tmp_path, monkeypatch):
     """As much as what is kept and one more; what an earlier part of the run left is there already."""
-    from flowgrpo.training import state
     trainer = tiny.trainer(output=tmp_path, train__keep=2, train__epochs=9, train__save_every=1, train__ema=0.9)
     trainer.run_epoch()
     whole = state.room(trainer)
@@ -403,17 +334,19 @@ def test_the_room_that_checkpoints_take(tmp_path):
     [file] = trainer.config.folder.rglob("state.safetensors")
     assert whole == pytest.approx(3 * sum(each.nbytes for each in load_file(file).values()), rel=0.01)
     assert state.room(trainer) == whole - sum(each.stat().st_size for each in file.parent.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    line = told({"red": tiny.red}, output=tmp_path / "not" / "there")
+    assert line.startswith(f"{tmp_path}/not/there/run has room for 1,000 bytes, but the run's checkpoints take ")
+    paths.require_room(tmp_path, 1000, "a file")
 
 
 def test_a_tracker_without_its_package_or_its_key(tmp_path, monkeypatch):
     config = load(None, {"tracker": "wandb", "output": str(tmp_path), "device": "cpu"})
     monkeypatch.setattr("sys.path", [each for each in __import__("sys").path])
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with pytest.raises(UserError, match="tracker is 'wandb', but its package is not installed: pip install wandb"):
-        run(config)
+    assert "tracker is 'wandb', but its package is not installed: pip install wandb" in message(run, config)
     (tmp_path / "wandb.py").write_text("class api:\n    api_key = None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="tracker is 'wandb', but it has no key: `wandb login`"):
-        metrics.check(loop.setup(config))
+    assert "tracker is 'wandb', but it has no key: `wandb login`" in message(metrics.check, loop.setup(config))
     monkeypatch.setenv("WANDB_MODE", "offline")
     metrics.check(loop.setup(config))

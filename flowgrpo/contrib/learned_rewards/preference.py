@@ -55,10 +55,6 @@ class Description:
     network: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
-        atomic.write_text(folder / FILE, text + "\n")
-
     @classmethod
     def read(cls, folder: Path) -> Description:
         """Read a folder's `reward.json`. Raises UserError for a file not written by `flowgrpo reward train`."""
@@ -163,7 +159,7 @@ def save(folder: Path, network: Network, known: Description) -> None:
         if isinstance(network, TextHead) and not network.frozen:
             network.config.save_pretrained(place / LANGUAGE)
             network.tokenizer.save_pretrained(place / TOKENIZER)
-    known.write(folder)
+    atomic.write_text(folder / FILE, json.dumps({"form": FORM, **asdict(known)}, indent=2) + "\n")
 
 
 def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Network:

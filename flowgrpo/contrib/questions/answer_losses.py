@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative
@@ -29,6 +30,7 @@ from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.rollouts.data_losses import DataLosses, Example, seed_of
 from flowgrpo.starter import lattice, scenes
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 
@@ -104,8 +106,6 @@ def sample_questions(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Ten
 
 def as_processor_images(pictures: Tensor) -> list[Any]:
     """Images [B,3,H,W] in [0, 1] as images that processors read."""
-    from PIL import Image
-
     return [Image.fromarray(image) for image in eight_bit(pictures)]
 
 
@@ -120,8 +120,6 @@ def normalise_answer(text: str) -> str:
 @torch.no_grad()
 def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
     """True for each question whose likeliest answer is right. pictures: [B,3,H,W]."""
-    from flowgrpo.text.samplers.decoding import Decoding
-
     images, right = as_processor_images(pictures), []
     for at in range(0, len(asked), TOGETHER):
         some = asked[at:at + TOGETHER]
@@ -147,8 +145,6 @@ class AnswerLosses(DataLosses):
         self.counted = [0, 0]
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
-        from flowgrpo.text.samplers.decoding import Decoding
-
         ids = torch.stack([cast(Tensor, example.content) for example in examples])
         pictures = self.policy.decode_cached(ids)
         seed = seed_of(self.rollouts.config.seed, update, places[0])
@@ -169,8 +165,6 @@ class AnswerLosses(DataLosses):
 
     def _of_answers(self, asked: Sequence[Asked], images: Sequence[Any], seed: int) -> tuple[Tensor, Tensor]:
         """Loss of each of n questions [n], and how right its answers are [n]."""
-        from flowgrpo.text.samplers.decoding import Decoding
-
         read, count = encode_questions(self.reader, asked, images), self.part.samples
         if not count:
             ids, mask = self.reader.pad_answers([self.reader.answer(each.answer) for each in asked])

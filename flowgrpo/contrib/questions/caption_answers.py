@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flowgrpo.contrib.questions.question_answers import Choosing
@@ -20,8 +20,7 @@ from flowgrpo.rewards.vlm_judge.judge import LICENCE
 from flowgrpo.text.rewards.judge import Tagged
 
 
-@built_in("caption_answers")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("caption_answers", eq=False, kw_only=True)
 class CaptionAnswers(Tagged, Choosing):
     """Share of questions that a language model answers rightly from only a caption.
 

@@ -86,8 +86,8 @@ class Answering(VqaScore):
     reward, within = "question_answers", "vqa"
 
 
-@built_in("question_answers", "hands face anatomy count alignment prompt following vqa tifa judge vlm")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("question_answers", "hands face anatomy count alignment prompt following vqa tifa judge vlm",
+          eq=False, kw_only=True)
 class QuestionAnswers:
     """Share of the prompt's questions that a model answers correctly about the image.
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 
 
-@built_in("self_answers")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("self_answers", eq=False, kw_only=True)
 class SelfAnswers:
     """Share of the prompt's questions that the trained model itself answers as the prompt says (UniRL, 2505.23380).
 

@@ -142,8 +142,8 @@ class CompBenchClip(ClipScore):
     reward, parameters = "t2i_compbench", 151e6
 
 
-@built_in("t2i_compbench", "count counting color texture shape composition spatial alignment prompt following")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("t2i_compbench", "count counting color texture shape composition spatial alignment prompt following",
+          eq=False, kw_only=True)
 class T2ICompBench:
     """T2I-CompBench's score of the dimension that a prompt's metadata names; None for another one, such as 3d_spatial.
 

@@ -190,10 +190,7 @@ class RolloutRanks:
             shift = place * share - run.processes.rank * len(drawn.prompts)
             for tensors, values in message["parts"]:
                 part = restore_part(tensors, values, run.rollouts, drawn.epoch)
-                drawn.parts.append(replace(
-                    part, groups=range(part.groups.start + shift, part.groups.stop + shift),
-                    prompts=part.prompts + shift,
-                    transitions=tuple(replace(taken, prompts=taken.prompts + shift) for taken in part.transitions)))
+                drawn.parts.append(part.shifted(shift, shift))
                 self.sample_bytes += sum(tensor.nbytes for tensor in tensors.values())
             if run.processes.rank == 0:  # it counts and shows for all
                 drawn.scoring.add_found(*message["found"])

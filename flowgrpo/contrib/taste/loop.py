@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +24,9 @@ from flowgrpo.contrib.taste.head import CHANCE, Belief, Head, Seen, observe
 from flowgrpo.contrib.taste.votes import Question, Vote, VoteLog
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.pages.clips import as_image
+from flowgrpo.files import metadata_of
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.rewards.about import About
@@ -39,9 +40,6 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.types import unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.evaluation.measured import Measured
 
 SHOWN = 4  # images of a question
 ROUNDS = 8  # epochs of fresh samples for each batch of votes
@@ -127,8 +125,7 @@ def read_observations(folder: Path, log: VoteLog, batch: int) -> list[Seen]:
 
 def seen_by(folder: Path) -> str:
     """The reward whose score is a feature of a session, an empty text if there is none."""
-    with safe_open(features_file(folder, 0), "pt") as file:
-        return str((file.metadata() or {}).get("sees", ""))
+    return metadata_of(features_file(folder, 0)).get("sees", "")
 
 
 def read_belief(folder: Path, log: VoteLog, batches: int) -> Belief:
@@ -146,6 +143,7 @@ class VotedEpochs(Extension):
     yet."""
 
     name = "taste"
+    asked_by = "the samples are voted on"
     needs = frozenset({capabilities.ONE_DRAW, capabilities.AS_LEARNED, capabilities.OWN_SAMPLES,
                        capabilities.ENCODED_ONCE})
 
@@ -157,10 +155,6 @@ class VotedEpochs(Extension):
         self.belief: Belief | None = None
         self.metrics: Metrics = {}
         self.seconds_left = lambda: self.voter.seconds_left
-
-    @classmethod
-    def enabled_by(cls, setup: Setup) -> str:
-        return "the samples are voted on"
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:

@@ -91,7 +91,6 @@ class _Consistency(LocalModel):
 
 
 @built_in("subject_consistency", "identity character likeness steady")
-@dataclass(frozen=True)
 class SubjectConsistency(_Consistency):
     """VBench's subject consistency: cosines of DINO ViT-B/16 features of a clip's frames, 1 for a still clip.
 
@@ -111,7 +110,6 @@ class SubjectConsistency(_Consistency):
 
 
 @built_in("background_consistency", "steady stable")
-@dataclass(frozen=True)
 class BackgroundConsistency(_Consistency):
     """VBench's background consistency: cosines of CLIP ViT-B/32 embeddings of a clip's frames, 1 for a still clip.
 
@@ -140,7 +138,6 @@ INSTALL = "python -m venv vbench && vbench/bin/pip install vbench, and give args
 
 
 @built_in("vbench", "quality benchmark")
-@dataclass(frozen=True)
 class VBench:
     """One dimension of VBench for each clip, scored by VBench's own package in a process of its own.
 

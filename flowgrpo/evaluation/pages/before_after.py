@@ -30,7 +30,7 @@ def scored_rows(functions: dict[str, Any], columns: Sequence[Sequence[Any]], pro
               for column, base in zip(columns, bases)]
     drawn = [Row(prompt.text, [column[i] for column in columns],
                  [dict(zip(functions, values[i].tolist())) for values in scores],
-                 sources.read_sources(prompt, frames_of(columns[0][i]))) for i, prompt in enumerate(prompts)]
+                 sources.read_sources(prompt, columns[0][i])) for i, prompt in enumerate(prompts)]
     return drawn, means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
 
 
@@ -81,13 +81,8 @@ def rows(measured: Measured) -> list[Row]:
         return []
     samples, places = len(measured.prompts) // count, evenly(count, len(measured.images))
     return [Row(prompt.text, [image], [{name: values[i * samples] for name, values in measured.scores.items()}],
-                sources.read_sources(prompt, frames_of(image)))
+                sources.read_sources(prompt, image))
             for i, prompt, image in zip(places, image_prompts(measured), measured.images)]
-
-
-def frames_of(image: torch.Tensor | str) -> int | None:
-    """Number of frames of a clip [F, 3, H, W]; None for others."""
-    return len(image) if not isinstance(image, str) and image.ndim == 4 else None
 
 
 def image_prompts(measured: Measured) -> list[Prompt]:

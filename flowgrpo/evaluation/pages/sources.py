@@ -32,14 +32,19 @@ class Source(NamedTuple):
     image: torch.Tensor
 
 
-def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
-    """A prompt's images and videos, in order, as upright RGB, but for files that cannot be read any more. frames: of a
-    source video; None: all."""
+def frames_of(sample: torch.Tensor | str) -> int | None:
+    """Number of frames of a clip [F, 3, H, W]; None for others."""
+    return len(sample) if not isinstance(sample, str) and sample.ndim == 4 else None
+
+
+def read_sources(prompt: Prompt, sample: torch.Tensor | str) -> list[Source]:
+    """A prompt's images and videos, in order, as upright RGB, but for files that cannot be read any more. sample: what
+    was made of the prompt; a source video has as many frames, or all beside anything else than a clip."""
     import torch
     from torchvision.transforms.functional import to_tensor
 
     found: list[Source] = []
-    for key, images in _read(prompt, frames):
+    for key, images in _read(prompt, frames_of(sample)):
         tensors = [to_tensor(within(image, SHOWN).convert("RGB")) for image in images]
         found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
     # Numbers behind names that several have.

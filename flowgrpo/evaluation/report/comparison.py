@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.parse import read_yaml
+from flowgrpo.config.recipes import flat
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import fill, plain
 from flowgrpo.evaluation.runs import HELD_OUT, means_of_base, read
@@ -66,14 +67,6 @@ def page(runs: Sequence[Compared]) -> str:
     charts = [f"<h2>{_text(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
               for (name, kind), lines in curves(runs).items()]
     return fill(TEMPLATE, TITLE=title, WIDTH=str(WIDTH), LEGEND=legend, CHARTS="".join([*charts, table(runs)]))
-
-
-def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Values of nested dictionaries under dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        values |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return values
 
 
 def _text(text: str) -> str:

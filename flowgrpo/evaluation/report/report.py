@@ -22,7 +22,7 @@ from flowgrpo.escaped import fill
 from flowgrpo.evaluation import kept, looks
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.snapshots import CHOOSING
-from flowgrpo.evaluation.report.verdict import Nouns, changes, outcome, sentences
+from flowgrpo.evaluation.report.verdict import changes, outcome, sentences
 from flowgrpo.evaluation.runs import mean, require_format
 from flowgrpo.evaluation.statistics import cells, decimals
 from flowgrpo.storage import atomic
@@ -84,14 +84,12 @@ def data(run: Path) -> dict[str, Any]:
         zeros = [chart["title"] for chart in drawn if chart["kind"] != "reward" and not any(
             any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
             for series in chart["series"])]  # diagnostics that are 0 in every epoch are named alone
-        nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
+        nouns = {"sample": "image"} | _read(run / snapshots.FOLDER / "nouns.json")
         return {"title": config.name, "finished": finished,
-                "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
-                                       summary.get("structure"), pair[0] if pair else None,
-                                       shares(pair)[-1][1] if len(stages) > 1 else None,
-                                       summary.get("reward_failures", {}).get("errors", {}), ranges,
-                                       len(path) < len(stages)),
-                "sample": nouns.sample,
+                "sentences": sentences(config, lines, reward_changes, last, finished, summary,
+                                       pair[0] if pair else None, shares(pair)[-1][1] if len(stages) > 1 else {},
+                                       ranges, len(path) < len(stages), **nouns),
+                "sample": nouns["sample"],
                 "changes": [each.as_json() for each in reward_changes if each.count and lines],
                 "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
                 "siblings": siblings(run), "digits": digits(stages, last),

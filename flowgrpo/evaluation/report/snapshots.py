@@ -107,9 +107,8 @@ class Extremes:
     def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
         """Both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
         def shown(prompt: Prompt, scores: list[float], output: torch.Tensor | str) -> dict[str, Any]:
-            frames = len(output) if getattr(output, "ndim", 0) == 4 else None
             return {"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))),
-                    **sample_as_json(output, fps), **sources_as_json(read_sources(prompt, frames), fps)}
+                    **sample_as_json(output, fps), **sources_as_json(read_sources(prompt, output), fps)}
 
         return {side: [shown(*sample) for _, *sample in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}

@@ -195,14 +195,6 @@ class Change:
                 "moved": moved, "method": self.change.method}
 
 
-@dataclass(frozen=True)
-class Nouns:
-    """Names of a sample, and of what evaluations are."""
-
-    sample: str = "image"
-    unit: str = "denoiser evaluations"
-
-
 def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
     """The rewards' changes from the first stage to the last; empty before a second measurement.
 
@@ -233,18 +225,19 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
-              finished: bool, kept: str | None = None, nouns: Nouns = Nouns(),
-              structure: dict[str, Any] | None = None, base: dict[str, Any] | None = None,
-              shares: Mapping[str, float] | None = None, errors: Mapping[str, str] = {},
-              ranges: Mapping[str, symptoms.Scale | None] = {}, anew: bool = False) -> list[dict[str, str]]:
+              finished: bool, summary: Mapping[str, Any] = {}, base: dict[str, Any] | None = None,
+              shares: Mapping[str, float] = {}, ranges: Mapping[str, symptoms.Scale | None] = {}, anew: bool = False,
+              sample: str = "image", unit: str = "denoiser evaluations") -> list[dict[str, str]]:
     """Summary: {text, tone}, with tone plain, good or warn.
 
-    kept, structure: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
-    errors, ranges: as of `outcome`. anew: the changes are of prompts that chose nothing.
+    summary: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
+    ranges: as of `outcome`. anew: the changes are of prompts that chose nothing. sample, unit: names of a sample, and
+    of what evaluations are.
     """
+    kept, structure = summary.get("kept"), summary.get("structure")
     # What was trained, how long, and which epochs trained nothing.
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
-    ended = outcome(config, lines, errors, ranges)
+    ended = outcome(config, lines, summary.get("reward_failures", {}).get("errors", {}), ranges)
     unheard = {name for name, epochs in ended.silent if len(epochs) == ended.epochs and not ended.nothing}
     rules = {name: rule for name, rule in config.trained.items() if rule.direction}
     goal = join_words([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in rules.items()
@@ -256,19 +249,19 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     doing = "is being" if not finished else "was to be" if ended.nothing else "was"
     toned = [("plain", f"{config.model} {doing} trained on {goal} with {config.method}: "
                        f"{line['epoch']} of {quantity(config.train.epochs, 'epoch')}, "
-                       f"{line['evaluations']:,} {nouns.unit}, {duration} of training.")]
+                       f"{line['evaluations']:,} {unit}, {duration} of training.")]
     toned = untrained + toned if ended.nothing or not ended.taught else toned + untrained
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     # What it did on held-out prompts: to the rewards, to the images, and to what the scores mean.
     if (scored := [each for each in reward_changes if each.count]) and lines:
-        toned += [_describe_change(each, nouns.sample, ended.nothing, anew) for each in scored]
-        toned += _hacking(reward_changes, nouns.sample)
+        toned += [_describe_change(each, sample, ended.nothing, anew) for each in scored]
+        toned += _hacking(reward_changes, sample)
     if structure:
         of = "the same prompt and seed" if structure["images"] == 1 else "the same prompts and seeds"
         toned += [("plain", f"Images have kept {structure['ssim']:.2f} of the base's structure (SSIM of {of}, "
                             f"{quantity(structure['images'], 'image')}).")]
-    toned += looks.describe_looks(shares or {})
+    toned += looks.describe_looks(shares)
     toned += [(tone, f"{said[0].upper()}{said[1:]}.")
               for tone, said in (blind(base["scores"], base.get("shuffled") or {}) if base else ())]
     # What looks wrong in the last epochs, and the check before the first update.

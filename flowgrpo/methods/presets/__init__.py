@@ -1,7 +1,7 @@
 """Named methods: functions from a Method to a Method, which hold what differs.
 
 A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset, and so
-is every one of `text.presets`, which `part_names` names.
+is every one of `text.presets`, which `registry.NAMED` has.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from flowgrpo import domains
-from flowgrpo.methods import part_names
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import denoising, finals, overlays
-from flowgrpo.methods.registry import ByName
+from flowgrpo.methods.registry import NAMED, ByName
 
 
 def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
@@ -23,7 +22,7 @@ def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
             and function.__module__ == module.__name__ and not name.startswith("_")}
 
 
-OF_DOMAINS = {module: names.split() for module, names in part_names.PRESETS.items()}
+OF_DOMAINS: dict[str, list[str]] = NAMED["presets"]
 OF_TEXT: dict[str, str] = {name: module for module, names in OF_DOMAINS.items() for name in names}
 PRESETS: ByName[Callable[..., Method]] = ByName[Any](
     {**of_module(denoising), **of_module(overlays), **of_module(finals), **OF_TEXT})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flowgrpo import objectives
 from flowgrpo.advantages import baselines, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.distillation import DistributionMatching, RewardedMatching
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import supervised
+from flowgrpo.objectives import ratios, reductions, supervised, surrogates
+from flowgrpo.objectives.kl import GaussianKL
 from flowgrpo.samplers import kernels, plans
 
 
@@ -18,7 +18,7 @@ def flow_grpo(method: Method = Method()) -> Method:
     uses a weight ten times larger.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.AllSteps(),
-                         advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.004))
+                         advantage=group.Advantage(scale="batch", order="rewards"), kl=GaussianKL(0.004))
 
 
 def flow_grpo_fast(method: Method = Method()) -> Method:
@@ -28,7 +28,7 @@ def flow_grpo_fast(method: Method = Method()) -> Method:
     log-probability without 1/(2 s^2): that is the log-ratio SquaredErrorRatio, and not in this preset.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
-                         advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="batch", order="rewards"), kl=GaussianKL(0.0))
 
 
 def dance_grpo(method: Method = Method()) -> Method:
@@ -38,20 +38,20 @@ def dance_grpo(method: Method = Method()) -> Method:
     batch.
     """
     return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
-                         advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="group", order="advantages"), kl=GaussianKL(0.0))
 
 
 def ddpo(method: Method = Method()) -> Method:
     """DDPO: ancestral sampling, every step trained, rewards compared with the prompt's own history (2305.13301)."""
     return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
-                         advantage=group.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="running", order="rewards"), kl=GaussianKL(0.0))
 
 
 def mix_grpo(method: Method = Method()) -> Method:
     """MixGRPO: a sliding window of SDE steps, which are trained; the others are ODE steps (2507.21802, section 3)."""
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
                          roots=1, advantage=group.Advantage(scale="group", order="advantages"),
-                         kl=objectives.GaussianKL(0.0))
+                         kl=GaussianKL(0.0))
 
 
 def mix_grpo_flash(method: Method = Method()) -> Method:
@@ -69,7 +69,7 @@ def tempflow_grpo(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
                          advantage=group.Advantage(scale="group", order="rewards"),
-                         step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
+                         step_weight=reductions.NoiseLevel(), kl=GaussianKL(0.004))
 
 
 def granular_grpo(method: Method = Method()) -> Method:
@@ -79,7 +79,7 @@ def granular_grpo(method: Method = Method()) -> Method:
     released code has the first two.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
-                         advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="group", order="advantages"), kl=GaussianKL(0.0))
 
 
 def branch_grpo(method: Method = Method()) -> Method:
@@ -89,7 +89,7 @@ def branch_grpo(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
                          advantage=group.Advantage(scale="group", order="advantages"),
-                         surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
+                         surrogate=surrogates.Clip(1e-3, 1e-3), kl=GaussianKL(0.0))
 
 
 def tree_rpo(method: Method = Method()) -> Method:
@@ -100,7 +100,7 @@ def tree_rpo(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
                          roots=None, advantage=group.Advantage(scale="group", order="advantages"),
-                         surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                         surrogate=surrogates.AdaptiveClip(1e-4, 2e-4, 1.0), kl=GaussianKL(0.0),
                          target=targets.RecordedSteps(supervised.LayerTuning(1e-4, by="progress")))
 
 
@@ -111,7 +111,7 @@ def pref_grpo(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
                          shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),
-                         kl=objectives.GaussianKL(0.0))
+                         kl=GaussianKL(0.0))
 
 
 def b2_diffurl(method: Method = Method()) -> Method:
@@ -122,8 +122,8 @@ def b2_diffurl(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
                          advantage=group.Advantage(scale="running", order="rewards"),
-                         selection=selection.Extremes(-0.5, 0.5), surrogate=objectives.Clip(0.1, 0.1),
-                         kl=objectives.GaussianKL(0.0))
+                         selection=selection.Extremes(-0.5, 0.5), surrogate=surrogates.Clip(0.1, 0.1),
+                         kl=GaussianKL(0.0))
 
 
 def reinflow(method: Method = Method()) -> Method:
@@ -133,15 +133,15 @@ def reinflow(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.LearnedNoise(), plan=plans.AllSteps(), roots=None,
                          target=targets.JointDensity(),
-                         advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
-                         surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
-                         kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=ratios.PlainRatio(),
+                         surrogate=surrogates.Clip(1e-3, 1e-3), step_weight=reductions.Uniform(),
+                         kl=GaussianKL(0.0))
 
 
 def rlcm(method: Method = Method()) -> Method:
     """RLCM: the steps of a consistency model's multistep sampling, all of their noise fresh, trained like DDPO's
     (2404.03673)."""
-    return ddpo(method).having(kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
+    return ddpo(method).having(kernel=kernels.CPS(1.0), surrogate=surrogates.Clip(1e-4, 1e-4),
                                advantage=group.Advantage(scale="running", order="rewards", clamp=10.0))
 
 
@@ -152,7 +152,7 @@ def dmd2(method: Method = Method()) -> Method:
     needs real images.
     """
     return method.having(kernel=kernels.CPS(1.0), plan=plans.AllSteps(), roots=None,
-                         advantage=baselines.Unrewarded(), kl=objectives.GaussianKL(0.0),
+                         advantage=baselines.Unrewarded(), kl=GaussianKL(0.0),
                          distil=DistributionMatching())
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowgrpo import objectives
 from flowgrpo.advantages import gae, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.parts import Backprop, Times
-from flowgrpo.objectives import forward_process, surrogates
+from flowgrpo.objectives import forward_process, ratios, reductions, surrogates
+from flowgrpo.objectives.kl import GaussianKL, OutputError
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
 
 
@@ -19,7 +19,7 @@ def diffusion_nft(method: Method = Method()) -> Method:
     The old policy lags behind and draws the samples.
     """
     return _forward(method, noised_finals.RandomGridTimes(0.99), surrogate=forward_process.NegativeAware(),
-                    lag=old_policy.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
+                    lag=old_policy.Lag(slope=0.001, most=0.5), kl=OutputError(1e-4))
 
 
 def awm(method: Method = Method()) -> Method:
@@ -27,9 +27,9 @@ def awm(method: Method = Method()) -> Method:
 
     The paper divides its advantages by 5: loss and KL weight are five times its own here.
     """
-    return _forward(method, noised_finals.GridTimes(every=2, start=1, share=0.9), surrogate=objectives.Clip(1.0, 1.0),
-                    log_ratio=objectives.Matching(0.25), step_weight=objectives.Sigma(),
-                    kl=objectives.OutputError(0.005))
+    return _forward(method, noised_finals.GridTimes(every=2, start=1, share=0.9), surrogate=surrogates.Clip(1.0, 1.0),
+                    log_ratio=ratios.Matching(0.25), step_weight=reductions.Sigma(),
+                    kl=OutputError(0.005))
 
 
 def dgpo(method: Method = Method()) -> Method:
@@ -39,7 +39,7 @@ def dgpo(method: Method = Method()) -> Method:
     """
     return _forward(method, noised_finals.GridTimes(every=2, share=0.7, shared=True),
                     surrogate=forward_process.GroupPreference(),
-                    lag=old_policy.Lag(slope=0.001, most=0.3, draws=False), kl=objectives.OutputError(0.001))
+                    lag=old_policy.Lag(slope=0.001, most=0.3, draws=False), kl=OutputError(0.001))
 
 
 def crd(method: Method = Method()) -> Method:
@@ -48,13 +48,13 @@ def crd(method: Method = Method()) -> Method:
     The old policy lags behind and draws the samples.
     """
     return _forward(method, noised_finals.GridTimes(share=0.99), surrogate=forward_process.CentredReward(),
-                    lag=old_policy.Lag(start=0.25, slope=0.005, most=0.999), kl=objectives.OutputError(0.05))
+                    lag=old_policy.Lag(start=0.25, slope=0.005, most=0.999), kl=OutputError(0.05))
 
 
 def diffusion_dpo(method: Method = Method()) -> Method:
     """Diffusion-DPO: online, the best of a group preferred to its worst, at noised finals (2311.12908)."""
     return _forward(method, noised_finals.Stratified(4), surrogate=forward_process.Preference(),
-                    selection=selection.BestWorst(2), kl=objectives.OutputError(0.0))
+                    selection=selection.BestWorst(2), kl=OutputError(0.0))
 
 
 def rpo(method: Method = Method()) -> Method:
@@ -68,8 +68,8 @@ def rpo(method: Method = Method()) -> Method:
 
 
 def _forward(method: Method, times: Times, **parts: Any) -> Method:
-    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
-             "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": ratios.Matching(),
+             "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": reductions.Uniform()}
     return method.having(target=targets.NoisedFinals(times), **usual | parts)
 
 
@@ -79,7 +79,7 @@ def refl(method: Method = Method()) -> Method:
     The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
     """
     return _backprop(method, reward_gradient.OneStep()).having(plan=plans.LateStep(0.75),
-                                                               surrogate=objectives.RewardAscent(2.0))
+                                                               surrogate=surrogates.RewardAscent(2.0))
 
 
 def draft(method: Method = Method()) -> Method:
@@ -101,9 +101,9 @@ def alignprop(method: Method = Method()) -> Method:
 
 def _backprop(method: Method, ending: Backprop) -> Method:
     return method.having(target=targets.RewardGradient(ending), kernel=kernels.FlowDDIM(0.0), roots=None,
-                         advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
-                         surrogate=objectives.RewardAscent(), step_weight=objectives.Uniform(),
-                         kl=objectives.GaussianKL(0.0))
+                         advantage=group.Advantage(scale="group", order="rewards"), log_ratio=ratios.PlainRatio(),
+                         surrogate=surrogates.RewardAscent(), step_weight=reductions.Uniform(),
+                         kl=GaussianKL(0.0))
 
 
 def expo(method: Method = Method()) -> Method:
@@ -115,6 +115,6 @@ def expo(method: Method = Method()) -> Method:
     return method.having(target=targets.LatentEdits(latent_edits.Edit()), kernel=kernels.FlowDDIM(0.0),
                          plan=plans.NoSteps(), roots=None,
                          advantage=group.Advantage(scale="batch", order="rewards"),
-                         log_ratio=objectives.PlainRatio(), surrogate=surrogates.ActorCritic(),
-                         step_weight=objectives.Uniform(),
-                         kl=objectives.GaussianKL(0.01), value=gae.Recall())
+                         log_ratio=ratios.PlainRatio(), surrogate=surrogates.ActorCritic(),
+                         step_weight=reductions.Uniform(),
+                         kl=GaussianKL(0.01), value=gae.Recall())

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flowgrpo import domains, objectives
+from flowgrpo import domains
 from flowgrpo.advantages import baselines, group
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.methods import groups
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import references
-from flowgrpo.objectives.kl import Linear
+from flowgrpo.objectives import ratios, reductions, references, surrogates
+from flowgrpo.objectives.kl import Linear, SampledKL
 from flowgrpo.samplers.preview import Preview
 
 
 def grpo_guard(method: Method = Method()) -> Method:
     """GRPO-Guard over any base method: regulated log-ratio, its own clip range, weights 1/delta-t (2510.22319)."""
-    return method.having(log_ratio=objectives.Guard(), surrogate=objectives.Clip(2e-6, 2e-6),
-                         step_weight=objectives.InverseDelta())
+    return method.having(log_ratio=ratios.Guard(), surrogate=surrogates.Clip(2e-6, 2e-6),
+                         step_weight=reductions.InverseDelta())
 
 
 def flow_dppo(method: Method = Method()) -> Method:
     """Flow-DPPO over any base method: no clip, but no step further away from a policy that is far (2606.11025)."""
-    return method.having(surrogate=objectives.DivergenceMask(1e-5))
+    return method.having(surrogate=surrogates.DivergenceMask(1e-5))
 
 
 def sol_rl(method: Method = Method()) -> Method:
@@ -78,7 +78,7 @@ def kdrl(method: Method = Method()) -> Method:
     """
     if method == Method():
         method = domains.sampled_by("tokens").base_method(method)
-    kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
+    kl: Any = SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
     return method.having(kl=replace(kl, weight=5e-3, schedule=Linear(1e-3)), reference=references.Teacher())
 
 
@@ -87,6 +87,6 @@ def diffusion_opd(method: Method = Method()) -> Method:
 
     The teachers are `reference.models`.
     """
-    kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
+    kl: Any = SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
     return method.having(kl=replace(kl, weight=1.0), reference=references.Teachers(),
                          advantage=baselines.Unrewarded())

@@ -144,15 +144,9 @@ def _require_complete(file: str, name: str, module: torch.nn.Module) -> None:
                         "file of a model like this one")
 
 
-def modality(pipe: Any) -> str:
-    """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
-    return "video" if frames.is_video(type(pipe)) else "image"
-
-
-def modality_ahead(model: str, files: Load = Load()) -> str | None:
-    """Return the modality of a model by the class in its model_index.json; None if there is none on this machine."""
-    cls = modular.class_of(index_ahead(model, files).get("_class_name"))
-    return None if cls is None else "video" if frames.is_video(cls) else "image"
+def modality(cls: type) -> str:
+    """Return the modality of a pipeline's class, "video" or "image", from the arguments of its call."""
+    return "video" if frames.is_video(cls) else "image"
 
 
 def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class PipelinePolicy:
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
-        self.modality, self.unit = modality(pipe), "denoiser evaluations"
+        self.modality, self.unit = modality(type(pipe)), "denoiser evaluations"
         require_arguments(type(pipe), self.call | self.given, self.denoisers.values())
         for name in PLACED.keys() & self.call.keys():
             if self.call[name] not in (PLACED[name], [PLACED[name]]):

@@ -36,9 +36,10 @@ def replaced(name: str, *values: tuple[Any, Any]) -> Iterator[None]:
         yield
     finally:
         for held, own, value in before:
-            held.pop(name, None)
-            if own:
+            if own:  # in one step, since another thread may read it
                 held[name] = value
+            else:
+                held.pop(name, None)
 
 
 def without_casts(layers: Iterable[Any]) -> bool:

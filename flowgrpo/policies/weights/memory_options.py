@@ -112,12 +112,6 @@ def _there(weights: HostWeights) -> Iterator[None]:
         weights.offload()
 
 
-def require_quantiser(weights: str) -> None:
-    """Raise UserError if the package for such weights is missing."""
-    if weights != "full":
-        require_package(f"memory.weights is {weights!r}", PACKAGES[weights])
-
-
 def require_package(setting: str, package: str) -> None:
     """Raise UserError if a package is not installed; setting: the option that needs it, with its value."""
     if not present(package):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -53,7 +53,6 @@ def by_pixels(image: np.ndarray, objects: Sequence[Detection], label: str) -> li
 
 
 @built_in("geneval", "count counting color composition spatial position alignment prompt following")
-@dataclass(frozen=True)
 class GenEval:
     """GenEval: 1 if an image has the objects of its prompt's metadata in number, colour and position, else 0.
 
@@ -206,7 +205,6 @@ class GenEval:
 
 
 @built_in("geneval_fast", "count counting color composition spatial alignment prompt following")
-@dataclass(frozen=True)
 class GenEvalFast(GenEval):
     """GenEval's rules with a fast detector and measured colours: near its numbers, not comparable with them.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -78,13 +77,6 @@ def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
     if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
         raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "
                          f"{SIZE}] with at least {LEAST} frames: resize them first")
-    return _readings(videos.numpy().tobytes(), tuple(videos.shape))
-
-
-@lru_cache(maxsize=1)
-def _readings(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
-    """Cached: all three rewards of a batch use the same one."""
-    videos = torch.from_numpy(np.frombuffer(data, np.float32).reshape(shape).copy())
     return tuple(tuple(read(frame) for frame in clip) for clip in videos)
 
 

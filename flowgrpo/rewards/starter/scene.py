@@ -126,7 +126,7 @@ class Reading:
 
 def read(image: Tensor | np.ndarray) -> Reading:
     """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy). Raises ValueError for another shape or range."""
-    return _read(_pixels(torch.as_tensor(image)[None])[0])
+    return _read_once(_pixels(torch.as_tensor(image)[None])[0].tobytes())
 
 
 def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
@@ -162,9 +162,9 @@ def _read(image: np.ndarray) -> Reading:
     return Reading(tuple(objects), float(quality))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _read_once(pixels: bytes) -> Reading:
-    """pixels: float32 [3, 64, 64]. `scene` and `scene_graded` of one batch share the reading."""
+    """pixels: float32 [3, 64, 64]. All rewards of one batch of images, or of clips, share the reading."""
     return _read(np.frombuffer(pixels, np.float32).reshape(3, SIZE, SIZE))
 
 

@@ -172,8 +172,8 @@ class Asking(Endpoint):
                 for picture in (output[None] if output.ndim == 3 else output[frame_index(len(output), self.frames)])]
 
 
-@built_in("judge", "hands face anatomy fingers style aesthetic vlm gpt llm your own question api")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("judge", "hands face anatomy fingers style aesthetic vlm gpt llm your own question api",
+          eq=False, kw_only=True)
 class Judge(Asking):
     """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
 
@@ -200,8 +200,7 @@ class Judge(Asking):
         return self._pointwise(outputs, prompts, metadata, lambda answer: None if answer.cut else read(answer.text))
 
 
-@built_in("judge_pairs", "hands face anatomy style vlm gpt llm comparison preference")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("judge_pairs", "hands face anatomy style vlm gpt llm comparison preference", eq=False, kw_only=True)
 class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 

@@ -5,7 +5,6 @@ DeQA-Score (2501.11561), the quality of an image.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About, built_in
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@built_in("unified_reward", "human preference quality aesthetic judge")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("unified_reward", "human preference quality aesthetic judge", eq=False, kw_only=True)
 class UnifiedReward(Judge):
     """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
 
@@ -37,8 +35,7 @@ class UnifiedReward(Judge):
     about = About(modality="image/video", range=(1, 10), needs="server", licence=LICENCE)
 
 
-@built_in("unified_reward_pairs", "human preference quality aesthetic judge")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("unified_reward_pairs", "human preference quality aesthetic judge", eq=False, kw_only=True)
 class UnifiedRewardPairs(JudgePairs):
     """UnifiedReward's choice between two images or videos, as win rates within a group (2503.05236).
 
@@ -55,8 +52,7 @@ class UnifiedRewardPairs(JudgePairs):
         return [] if modality == "image" and self._questions else super()._label(modality, number)
 
 
-@built_in("deqa", "noise blur artefact artifact sharp technical iqa")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("deqa", "noise blur artefact artifact sharp technical iqa", eq=False, kw_only=True)
 class DeQA(Asking):
     """Quality of an image as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from flowgrpo import objectives
 from flowgrpo.advantages import baselines, gae, group, selection, shaping, token_credit, trackers
 from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import reductions, references, sequence_losses
+from flowgrpo.objectives import ratios, reductions, references, sequence_losses, surrogates
+from flowgrpo.objectives.kl import SampledKL
 from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.objectives.surrogates import SoftGate
 from flowgrpo.text import credit, losses, targets
@@ -16,7 +16,7 @@ from flowgrpo.text.samplers import decoding, groups, lookahead
 from flowgrpo.text.targets import TextGeneration
 
 CENTRED = group.Advantage(scale="none", order="rewards", clamp=math.inf)  # the reward less its group's mean
-NO_KL = objectives.SampledKL(0.0)
+NO_KL = SampledKL(0.0)
 
 def grpo(method: Method = Method()) -> Method:
     """GRPO: every token clipped for itself, the mean of completions' means, k3 KL to the base (2402.03300)."""
@@ -24,8 +24,8 @@ def grpo(method: Method = Method()) -> Method:
     return method.having(rollout=rollout, target=targets.Completions(), decoding=decoding.Decoding(),
                          shaping=None, selection=None,
                          advantage=group.Advantage(scale="group", order="rewards", clamp=math.inf),
-                         log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
-                         reduction=reductions.SequenceMean(), kl=objectives.SampledKL(0.04, "k3"))
+                         log_ratio=ratios.PlainRatio(), surrogate=surrogates.Clip(0.2, 0.2),
+                         reduction=reductions.SequenceMean(), kl=SampledKL(0.04, "k3"))
 
 
 def dr_grpo(method: Method = Method()) -> Method:
@@ -37,18 +37,18 @@ def dapo(method: Method = Method()) -> Method:
     """DAPO: a higher upper clip, the mean over tokens, groups that agree left out, overlong tails punished
     (2503.14476)."""
     return grpo(method).having(shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
-                               surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.TokenMean(), kl=NO_KL)
+                               surrogate=surrogates.Clip(0.2, 0.28), reduction=reductions.TokenMean(), kl=NO_KL)
 
 
 def dcpo(method: Method = Method()) -> Method:
     """DCPO: a clip that is wider for unlikely tokens, advantages smoothed with their prompt's history (2509.02333)."""
-    return grpo(method).having(advantage=trackers.SmoothStandardised(), surrogate=objectives.DynamicClip(0.16, 0.2),
+    return grpo(method).having(advantage=trackers.SmoothStandardised(), surrogate=surrogates.DynamicClip(0.16, 0.2),
                                kl=NO_KL)
 
 
 def gspo(method: Method = Method()) -> Method:
     """GSPO: one ratio for a whole completion, its likelihood ratio per token (2507.18071)."""
-    return grpo(method).having(log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4), kl=NO_KL)
+    return grpo(method).having(log_ratio=ratios.SequenceRatio(), surrogate=surrogates.Clip(3e-4, 4e-4), kl=NO_KL)
 
 
 def sapo(method: Method = Method()) -> Method:
@@ -58,12 +58,12 @@ def sapo(method: Method = Method()) -> Method:
 
 def cispo(method: Method = Method()) -> Method:
     """CISPO: bounded importance weights in place of a clip, so that every token keeps its gradient (2506.13585)."""
-    return grpo(method).having(surrogate=objectives.TruncatedIS(1.0, 4.0), reduction=reductions.TokenMean(), kl=NO_KL)
+    return grpo(method).having(surrogate=surrogates.TruncatedIS(1.0, 4.0), reduction=reductions.TokenMean(), kl=NO_KL)
 
 
 def rloo(method: Method = Method()) -> Method:
     """RLOO: REINFORCE on whole completions, each compared with the mean of the others (2402.14740)."""
-    return grpo(method).having(surrogate=objectives.Reinforce(), reduction=reductions.SequenceSum(),
+    return grpo(method).having(surrogate=surrogates.Reinforce(), reduction=reductions.SequenceSum(),
                                advantage=group.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
                                kl=NO_KL)
 
@@ -71,7 +71,7 @@ def rloo(method: Method = Method()) -> Method:
 def reinforce_pp(method: Method = Method()) -> Method:
     """REINFORCE++ with a baseline: rewards less their group's mean, normalised over the batch; k2 KL (2501.03262)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="gdpo", clamp=math.inf),
-                               reduction=reductions.TokenMean(), kl=objectives.SampledKL(1e-3, "k2"))
+                               reduction=reductions.TokenMean(), kl=SampledKL(1e-3, "k2"))
 
 
 def remax(method: Method = Method()) -> Method:
@@ -88,7 +88,7 @@ def ppo(method: Method = Method()) -> Method:
 
 def topr(method: Method = Method()) -> Method:
     """TOPR: REINFORCE whose bad samples count by their ratio, at most 1, and good ones fully (2503.14286)."""
-    return rloo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.TaperedReinforce(),
+    return rloo(method).having(log_ratio=ratios.CompletionRatio(), surrogate=sequence_losses.TaperedReinforce(),
                                advantage=CENTRED)
 
 
@@ -106,7 +106,7 @@ def disco(method: Method = Method()) -> Method:
 
 def reg_grpo(method: Method = Method()) -> Method:
     """Reg-GRPO: the advantage regressed on the standardised log-ratio, without a clip (2506.07464)."""
-    return grpo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Regressed(),
+    return grpo(method).having(log_ratio=ratios.CompletionRatio(), surrogate=sequence_losses.Regressed(),
                                reduction=reductions.SequenceSum(), kl=NO_KL)
 
 
@@ -119,7 +119,7 @@ def real(method: Method = Method()) -> Method:
 def pacs(method: Method = Method()) -> Method:
     """PACS: cross-entropy of the rewards under each log-ratio less that of the others (2509.02522)."""
     return real(method).having(surrogate=losses.RewardLabels("leave_one_out", 1.0, reference=True),
-                               log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
+                               log_ratio=ratios.CompletionRatio(), reduction=reductions.SequenceSum())
 
 
 def rover(method: Method = Method()) -> Method:
@@ -130,8 +130,8 @@ def rover(method: Method = Method()) -> Method:
 
 def sdpo(method: Method = Method()) -> Method:
     """SDPO: the policy that reads a right completion of its group teaches the policy that does not (2601.20802)."""
-    return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.TokenMean(),
-                               kl=objectives.SampledKL(1.0, "k2"), reference=references.SelfTeacher())
+    return grpo(method).having(surrogate=surrogates.KLOnly(), reduction=reductions.TokenMean(),
+                               kl=SampledKL(1.0, "k2"), reference=references.SelfTeacher())
 
 
 def dpo(method: Method = Method()) -> Method:
@@ -153,8 +153,8 @@ def hypo(method: Method = Method()) -> Method:
 
     The pairs are those of `parts.data.source.path`. Rewards are measured alone.
     """
-    return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.SequenceSum(),
-                               kl=objectives.SampledKL(0.01, "k2"), data=supervised.PreferencePairs())
+    return grpo(method).having(surrogate=surrogates.KLOnly(), reduction=reductions.SequenceSum(),
+                               kl=SampledKL(0.01, "k2"), data=supervised.PreferencePairs())
 
 
 def trpa(method: Method = Method()) -> Method:
@@ -183,7 +183,7 @@ def grpo_lambda(method: Method = Method()) -> Method:
 def spo_chain(method: Method = Method()) -> Method:
     """SPO-chain: every segment's own advantage, by continuations from where it begins and ends (2505.23564)."""
     return grpo(method).having(spread=token_credit.SegmentChain(), reduction=reductions.TokenMean(),
-                               kl=objectives.SampledKL(1e-4, "k3"))
+                               kl=SampledKL(1e-4, "k3"))
 
 
 def spo_tree(method: Method = Method()) -> Method:
@@ -193,7 +193,7 @@ def spo_tree(method: Method = Method()) -> Method:
 
 def gigpo(method: Method = Method()) -> Method:
     """GiGPO: steps that begin in the same state are compared too, beside whole completions (2505.10978)."""
-    return grpo(method).having(spread=token_credit.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
+    return grpo(method).having(spread=token_credit.StepGroups(), kl=SampledKL(0.01, "k3"))
 
 
 def s_grpo(method: Method = Method()) -> Method:
@@ -210,7 +210,7 @@ def trace_rl(method: Method = Method()) -> Method:
     """TraceRL: of a masked language model, every token's ratio in the state of its own decoding step (2509.06949)."""
     return grpo(method).having(target=targets.Traces(), decoding=decoding.Unmasking(),
                                selection=selection.DropZeroVariance(), reduction=reductions.TokenMean(),
-                               kl=objectives.SampledKL(0.01, "k3"), reference=references.PreviousPolicy())
+                               kl=SampledKL(0.01, "k3"), reference=references.PreviousPolicy())
 
 
 def trace_rl_value(method: Method = Method()) -> Method:
@@ -221,8 +221,8 @@ def trace_rl_value(method: Method = Method()) -> Method:
 def unirl(method: Method = Method()) -> Method:
     """UniRL: one model generates images by GRPO and answers about them by GRPO, in steps of their own (2505.23380)."""
     answers = supervised.SelfAnswers(samples=8, apart=True, batch=32)
-    return grpo(method).having(advantage=CENTRED, surrogate=objectives.Clip(0.2, 0.28),
-                               reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.01, "k3"), data=answers)
+    return grpo(method).having(advantage=CENTRED, surrogate=surrogates.Clip(0.2, 0.28),
+                               reduction=reductions.TokenMean(), kl=SampledKL(0.01, "k3"), data=answers)
 
 
 def unirl_sft(method: Method = Method()) -> Method:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flowgrpo import objectives
 from flowgrpo.advantages import group
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import reductions, references
+from flowgrpo.objectives import ratios, reductions, references, surrogates
+from flowgrpo.objectives.kl import SampledKL
 from flowgrpo.text import targets
 from flowgrpo.text.samplers import decoding, gumbel_softmax
 from flowgrpo.text.targets import TextGeneration
@@ -19,5 +19,5 @@ def drakes(method: Method = Method()) -> Method:
     return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
                          target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=None,
                          advantage=group.Advantage(scale="group", order="rewards"), selection=None,
-                         log_ratio=objectives.PlainRatio(), surrogate=objectives.RewardAscent(),
-                         reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0), reference=references.Base())
+                         log_ratio=ratios.PlainRatio(), surrogate=surrogates.RewardAscent(),
+                         reduction=reductions.TokenMean(), kl=SampledKL(0.0), reference=references.Base())

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -48,7 +47,6 @@ def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
 
 
 @built_in("box_iou")
-@dataclass(frozen=True)
 class BoxIoU(Keyed):
     """Mean IoU of the boxes that a completion's answer names with those in the metadata (Visual-RFT).
 
@@ -74,7 +72,6 @@ class BoxIoU(Keyed):
 
 
 @built_in("box_format")
-@dataclass(frozen=True)
 class BoxFormat:
     """1 if a completion, thoughts included, names a box and all its boxes are sound, otherwise 0 (GRIT).
 
@@ -114,7 +111,6 @@ def span(text: str) -> tuple[float, float] | None:
 
 
 @built_in("time_iou")
-@dataclass(frozen=True)
 class TimeIoU(Keyed):
     """IoU of the span of time that a completion's answer names with the one in the metadata.
 

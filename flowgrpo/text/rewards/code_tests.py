@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,6 @@ def read_tests(value: object) -> Checks:
 
 
 @built_in("code_run", "programming unit test sandbox")
-@dataclass(frozen=True)
 class CodeRun:
     """Share of its prompt's tests that a completion's Python code passes, run within a boundary (docs/security.md).
 
@@ -178,7 +177,6 @@ def grade(value: object, check: Any) -> float:
 
 
 @built_in("json_schema", "structured output format")
-@dataclass(frozen=True)
 class JsonSchema:
     """1 if a completion's JSON fits a JSON schema; otherwise less, by the required keys that fit.
 
@@ -279,7 +277,6 @@ def render(code: str, height: int, width: int) -> Tensor | None:
 
 
 @built_in("svg_render", "vector drawing image")
-@dataclass(frozen=True)
 class SvgRender:
     """Likeness of the image that a completion's SVG code makes to a reference image; 0 for code that makes none.
 

@@ -58,8 +58,7 @@ class TextEncoder(LocalModel):
         return torch.cat(parts)
 
 
-@built_in("semantic_similarity", "meaning similar example reference paraphrase")
-@dataclass(frozen=True, eq=False)
+@built_in("semantic_similarity", "meaning similar example reference paraphrase", eq=False)
 class SemanticSimilarity(TextEncoder):
     """Cosine of the embeddings of a completion's answer and of its reference, of several the largest.
 
@@ -113,7 +112,6 @@ def lexical(texts: Sequence[str], most: int) -> list[float]:
 
 
 @built_in("text_diversity", "variety varied different")
-@dataclass(frozen=True)
 class TextDiversity:
     """Diversity: mean distance of a completion to the others of its group (MultiRole-R1).
 
@@ -143,7 +141,6 @@ class TextDiversity:
 
 
 @built_in("reference_band")
-@dataclass(frozen=True)
 class ReferenceBand:
     """Agreement with the reference answer, as good within a range of std as an exact copy, plus a bonus for
     diverse answers there (DARL).
@@ -261,8 +258,7 @@ def hash_words(texts: Sequence[str]) -> Tensor:
     return torch.from_numpy(np.stack([features(text, WIDTH) for text in texts])).float()
 
 
-@built_in("text_scorer", "own labels style learned")
-@dataclass(frozen=True, eq=False)
+@built_in("text_scorer", "own labels style learned", eq=False)
 class TextScorer(TextEncoder):
     """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled completions.
 

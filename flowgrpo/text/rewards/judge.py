@@ -33,8 +33,7 @@ class Tagged(Asking):
         return super()._parts(f"<completion>\n{shown}\n</completion>")
 
 
-@built_in("text_judge", "llm gpt quality style")
-@dataclass(frozen=True, eq=False, kw_only=True)
+@built_in("text_judge", "llm gpt quality style", eq=False, kw_only=True)
 class TextJudge(Tagged, Judge):
     """Score that a model gives a completion, with the reference answer if there is one; Failed for no answer.
 
@@ -119,7 +118,6 @@ def share(text: str, rubric: Sequence[Item]) -> float:
 
 
 @built_in("rubric")
-@dataclass(frozen=True)
 class Rubric:
     """Weighted share of a checklist of words, patterns and lengths that a completion meets.
 

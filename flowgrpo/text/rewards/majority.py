@@ -47,7 +47,6 @@ def certainty(answers: Sequence[Hashable | None]) -> float:
 
 
 @built_in("majority")
-@dataclass(frozen=True)
 class Majority:
     """Agreement of a completion's answer with those of its group; no answer key is read.
 
@@ -161,8 +160,7 @@ class Past:
         return history
 
 
-@built_in("refined_labels")
-@dataclass(frozen=True, eq=False)
+@built_in("refined_labels", eq=False)
 class RefinedLabels(Remembering):
     """1 for the answer of a prompt's label, which a rising and stable majority replaces (Online Label Refinement).
 
@@ -190,8 +188,7 @@ class RefinedLabels(Remembering):
         return [float(answer is not None and str(answer) in accepted) for answer in answers]
 
 
-@built_in("pseudo_labels")
-@dataclass(frozen=True, eq=False)
+@built_in("pseudo_labels", eq=False)
 class PseudoLabels(Remembering):
     """1 for the answer of a prompt's label; without one, for the majority's answer where the prompt is trusted (TraPO).
 

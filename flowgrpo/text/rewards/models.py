@@ -5,7 +5,7 @@ of reasoning (GRPO-R), and reward models with a scalar head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +62,7 @@ class PolicyModel(LocalModel):
         return policy.model, policy.tokenizer, policy.encode([prompt]).ids[0].tolist()
 
 
-@built_in("reward_model", "human preference rlhf helpful harmless")
-@dataclass(frozen=True, eq=False)
+@built_in("reward_model", "human preference rlhf helpful harmless", eq=False)
 class RewardModel(LocalModel):
     """Score that a sequence classification model of transformers gives a prompt with its completion.
 
@@ -159,8 +158,7 @@ def reflective(logp: Tensor) -> Tensor:
     return logp @ (spread / spread.sum())
 
 
-@built_in("reference_likelihood")
-@dataclass(frozen=True, eq=False)
+@built_in("reference_likelihood", eq=False)
 class ReferenceLikelihood(PolicyModel):
     """Log-probability of the reference answer behind a completion's reasoning, its tokens weighted as in `reflective`.
 
@@ -226,8 +224,7 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
     return (to_one + to_other) / 2
 
 
-@built_in("reasoning_depth")
-@dataclass(frozen=True, eq=False)
+@built_in("reasoning_depth", eq=False)
 class ReasoningDepth(PolicyModel):
     """Mean divergence between the next-token distributions of the last layer and of the `layers` layers before it, read
     by the model's own head, over the tokens of a completion's last step: low where the model recalls a pattern.

@@ -222,7 +222,6 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 @built_in("numeric_match", "math maths arithmetic correct gsm8k")
-@dataclass(frozen=True)
 class NumericMatch(Keyed):
     """1 if a completion's number equals the one in the metadata, otherwise 0.
 
@@ -323,8 +322,7 @@ class Worker:
             self._reader.submit(process.stdout.close)
 
 
-@built_in("math_answer", "maths correct latex math500")
-@dataclass(frozen=True, eq=False)
+@built_in("math_answer", "maths correct latex math500", eq=False)
 class MathAnswer(Keyed):
     """1 if a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
 

@@ -81,8 +81,7 @@ class FrozenPipeline(LocalModel):
                 known["guidance"] if self.guidance is None else self.guidance)
 
 
-@built_in("pictured", "prompt enhancer rewriting")
-@dataclass(frozen=True, eq=False)
+@built_in("pictured", "prompt enhancer rewriting", eq=False)
 class Pictured(Combined):
     """Weighted sum of image rewards of what a frozen pipeline makes of a completion; they judge the user's prompt.
 

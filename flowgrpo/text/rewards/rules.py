@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
@@ -40,7 +39,6 @@ def normalise(text: str, case: bool = False) -> str:
 
 
 @built_in("exact_match", "correct answer equal")
-@dataclass(frozen=True)
 class ExactMatch(Keyed):
     """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
 
@@ -66,7 +64,6 @@ class ExactMatch(Keyed):
 
 
 @built_in("format_tags", "think answer reasoning")
-@dataclass(frozen=True)
 class FormatTags:
     """Share of a tag format's demands that a completion meets; 1 if it meets all.
 
@@ -123,7 +120,6 @@ def _require_ngrams(reward: str, n: int, unit: str) -> None:
 
 
 @built_in("repetition", "repeat loop degenerate")
-@dataclass(frozen=True)
 class Repetition:
     """Minus the share of a completion's n-grams that repeat earlier ones: 0 without repetition.
 
@@ -143,7 +139,6 @@ class Repetition:
 
 
 @built_in("distinct", "diversity variety repeat")
-@dataclass(frozen=True)
 class Distinct:
     """Share of distinct n-grams of a completion, distinct-n; 0 if it has none.
 
@@ -200,7 +195,6 @@ class Sized:
 
 
 @built_in("text_length", "short long concise brevity")
-@dataclass(frozen=True)
 class Length(Sized):
     """1 for a completion of wanted length, from `low` to `high`, falling linearly to 0 within a margin.
 
@@ -223,7 +217,6 @@ class Length(Sized):
 
 
 @built_in("overlong", "short concise truncated")
-@dataclass(frozen=True)
 class Overlong(Sized):
     """0 for a completion that ends in time, falling linearly to -1 over the last `buffer` before `longest` (DAPO).
 
@@ -246,7 +239,6 @@ class Overlong(Sized):
 
 
 @built_in("completion_length", "short long concise brevity tokens")
-@dataclass(frozen=True)
 class CompletionLength(Sized):
     """Length of a completion, for a transform such as `{budget: 256}`. unit: as in `Length`."""
 
@@ -258,7 +250,6 @@ class CompletionLength(Sized):
 
 
 @built_in("length_curve", "short long concise")
-@dataclass(frozen=True)
 class LengthCurve(Sized):
     """Length reward that rises to a turning point and falls beyond it: 0 for an empty completion, -1 at `longest`.
 
@@ -304,7 +295,6 @@ def read_choices(text: str, letters: bool = False) -> set[str]:
 
 
 @built_in("multi_choice", "quiz correct")
-@dataclass(frozen=True)
 class MultiChoice(Keyed):
     """Share of choices that answer and reference have in common, among those that either has (TW-GRPO's soft reward, in
     a form of ours): 1 for the same set, 0 for none.
@@ -327,7 +317,6 @@ class MultiChoice(Keyed):
 
 
 @built_in("translation", "bleu language")
-@dataclass(frozen=True)
 class Translation(Keyed):
     """chrF or BLEU of a completion's answer to the references in the metadata, over 100.
 
@@ -355,7 +344,6 @@ class Translation(Keyed):
 
 
 @built_in("step_match")
-@dataclass(frozen=True)
 class StepMatch(Keyed):
     """Share of a solution's steps that are right up to the first wrong one; 1 for all of them and no more.
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from flowgrpo import objectives
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
@@ -23,6 +22,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.objectives import surrogates
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
@@ -189,7 +189,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         if not isinstance(surrogate, GroupLoss):
             given = cast(Completions, part.transitions[0]).expert
             expert = None if given is None else given.to(self.policy.device)
-            return lambda batch, k, rows, new, old: objectives.surrogate_input(
+            return lambda batch, k, rows, new, old: surrogates.surrogate_input(
                 surrogate, new, old, expert if expert is None else expert[rows])
         return CompletionInputs(self.method, part, reference, self.policy.device,
                                 lambda: self.replay(part, conditioning), self.progress)

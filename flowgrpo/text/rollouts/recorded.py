@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -18,6 +17,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.objectives import surrogates
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
@@ -147,7 +147,7 @@ class RelaxedRollouts(TextRollouts):
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
-        return lambda batch, k, rows, new, old: objectives.surrogate_input(self.method.loss.surrogate, new, old)
+        return lambda batch, k, rows, new, old: surrogates.surrogate_input(self.method.loss.surrogate, new, old)
 
     def _batches(self, part: Part) -> list[slice]:
         most = self.geometry.micro_batch

@@ -50,7 +50,7 @@ def sample_rows(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Deco
             for at in rows.split(micro_batch)]
 
 
-@part("draws")
+@part("draws", causal=True, leaves=1)
 class EarlyExits:
     """One full completion, and the answers forced at earlier exits (S-GRPO, 2505.07686).
 
@@ -61,8 +61,6 @@ class EarlyExits:
 
     exit: str = "Time is limited, stop thinking and start answering.\n</think>\n\n"
     close: str = "</think>"
-    causal = True
-    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
@@ -85,7 +83,7 @@ class EarlyExits:
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
 
-@part("draws")
+@part("draws", causal=True, leaves=1)
 class SecondAttempt:
     """Two attempts in every completion: the policy reads its first answer and tries again (SCoRe, 2409.12917).
 
@@ -97,8 +95,6 @@ class SecondAttempt:
 
     again: str = "\n\nThere may be an error in this answer. I check it, and answer again.\n\n"
     share: float = 0.5
-    causal = True
-    leaves = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1 or not self.again:
@@ -170,7 +166,8 @@ def split(pieces: Sequence[SampledCompletions], sizes: Sequence[int]) -> Iterato
     return iter([reorder(whole, at) for at in torch.arange(len(whole.ids)).split([*sizes])])
 
 
-@part("draws", jointly={"begun tokens": "2 or more, and 1 or more", "lr passes": "above 0, and 1 or more"})
+@part("draws", causal=True, leaves=1, trains_head=True,
+      jointly={"begun tokens": "2 or more, and 1 or more", "lr passes": "above 0, and 1 or more"})
 class PrunedDraws:
     """Group of begun completions expected to be half right (ARRoL); the others are stopped.
 
@@ -190,9 +187,6 @@ class PrunedDraws:
     right: float = 0.5
     lr: Annotated[float, Above(0)] = 1e-3
     passes: Annotated[int, AtLeast(1)] = 4
-    causal = True
-    leaves = 1
-    trains_head = True
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:

@@ -44,7 +44,6 @@ class GumbelSoftmax:
     kl: Annotated[float, AtLeast(0)] = 0.1
     truncate_kl: bool = False
     relaxed: bool = False
-    of_tokens = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, (Linear, type(None))):

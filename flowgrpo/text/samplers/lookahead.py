@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 
-@part("draws", jointly={"likely gap apart share ahead": "0 to 1 each, and 1 or more"})
+@part("draws", causal=True, leaves=1, jointly={"likely gap apart share ahead": "0 to 1 each, and 1 or more"})
 class BranchingLookahead:
     """Group grown from one completion: a branch takes a token nearly as likely as the one drawn, and stays if its next
     tokens differ enough (LATR, 2510.24302).
@@ -35,8 +35,6 @@ class BranchingLookahead:
     ahead: Annotated[int, AtLeast(1)] = 20
     apart: Annotated[float, AtLeast(0, to=1)] = 0.4
     share: Annotated[float, AtLeast(0, to=1)] = 1.0
-    causal = True
-    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Generators,
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:

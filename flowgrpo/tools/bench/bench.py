@@ -14,14 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
-from flowgrpo.cores import affinity
+from flowgrpo.cores import SET_BY_USER, count
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic, places
@@ -29,17 +29,12 @@ from flowgrpo.storage.json_files import read_lines
 from flowgrpo.tools.bench import collect, page, table
 from flowgrpo.tools.bench.plan import FACTORS, SWEEP, Plan, Request, Run, TooFew, begin
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 LOOK, QUIET = 1.0, 20.0  # seconds between looks at the progress, and between its lines
 FEW = 3  # failures that end the bench if nothing has succeeded
 FILES = "results.md", "results.csv", "results.tex", "results.json", "index.html", "curves.pdf"
 
 
-def cores() -> int:
-    return len(affinity() or range(os.cpu_count() or 1))
-
-
-class Workers:
+class Workers(ThreadPoolExecutor):
     """Context manager: at most `jobs` processes of `worker` at a time, one for each task. When it ends, those that are
     still training save their last whole epoch.
 
@@ -47,37 +42,31 @@ class Workers:
     """
 
     def __init__(self, jobs: int, folder: Path):
+        super().__init__(jobs)
         self.jobs, self.folder, asked = jobs, folder, os.environ.get("OMP_NUM_THREADS", "")
-        self.threads = max(min(cores() // jobs, int(asked) if asked.isdecimal() else cores()), 1)
+        self.threads = max(min(count() // jobs, int(asked) if asked.isdecimal() else count()), 1)
         self.begun: list[subprocess.Popen[str]] = []
         self.closed = False
-
-    def __enter__(self) -> Workers:
-        self.pool = ThreadPoolExecutor(self.jobs)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.closed = True
         if kind is KeyboardInterrupt:
             print("interrupted: runs are saved; the same command goes on", flush=True)
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=True)
         for process in self.begun:
             _end(process)
         for process in self.begun:
             process.wait()
 
-    def submit(self, kind: str, config: Config, result: Path) -> Future[str]:
-        """Give a task to the next process; the future has its error in one line, empty without one."""
-        return self.pool.submit(self._do, kind, config, result)
-
-    def _do(self, kind: str, config: Config, result: Path) -> str:
+    def do(self, kind: str, config: Config, result: Path) -> str:
+        """Do a task in a process of its own; return its error in one line, empty without one."""
         recipe, log = self.folder / "tasks" / f"{config.name}.yaml", log_of(config)
         atomic.write_text(recipe, config.yaml())
         atomic.make_folder(log.parent)
         with log.open("a") as printed:
             # a session of its own: Ctrl-C reaches the bench alone, which closes the input
             process = subprocess.Popen([sys.executable, "-m", "flowgrpo.tools.bench.worker", kind, recipe, result],
-                                       text=True, env=os.environ | dict.fromkeys(THREADS, str(self.threads)),
+                                       text=True, env=os.environ | dict.fromkeys(SET_BY_USER, str(self.threads)),
                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
                                        start_new_session=True)
         self.begun.append(process)
@@ -100,7 +89,7 @@ def log_of(config: Config) -> Path:
 def trials(workers: Workers, configs: Sequence[Config]) -> list[dict[str, float]]:
     """Cost of an epoch of each configuration, measured once. Raises UserError with the first error."""
     files = [config.folder.with_suffix(".json") for config in configs]
-    waiting = {workers.submit("trial", config, file): config for config, file in zip(configs, files)
+    waiting = {workers.submit(workers.do, "trial", config, file): config for config, file in zip(configs, files)
                if not file.is_file()}
     for future, config in waiting.items():
         if error := future.result():
@@ -117,7 +106,8 @@ def perform(workers: Workers, runs: Sequence[Run]) -> dict[str, str]:
     """Train the runs without a result, unless the first FEW all fail; return errors by the run's label. A bar shows the
     epochs of all of them, without a terminal a line at times."""
     left = remaining(runs)
-    waiting = {workers.submit("sweep" if run.column == SWEEP else "run", run.config, run.result): run for run in left}
+    waiting = {workers.submit(workers.do, "sweep" if run.column == SWEEP else "run", run.config, run.result): run
+               for run in left}
     errors: dict[str, str] = {}
     done, said = 0, time.monotonic()
     with tqdm(total=sum(run.config.train.epochs for run in left), desc="epochs of all runs", unit="epoch",
@@ -166,7 +156,7 @@ def run(request: Request, jobs: int | None = None) -> None:
     try:
         with places.lock_run(output):
             begin(request)
-            with Workers(jobs or max(cores() // 2, 1), output) as workers:
+            with Workers(jobs or max(count() // 2, 1), output) as workers:
                 runs, errors = _train(plan, workers)
             results = collect.write(plan, runs, errors)
             if results["methods"]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import zlib
 from collections import Counter, defaultdict
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import rewards
-from flowgrpo.config import parse
+from flowgrpo.config import parse, recipes
 from flowgrpo.config.schema import sections
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
-from flowgrpo.data.prompts import Prompt, as_line
+from flowgrpo.data.prompts import Prompt, to_jsonl
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.targets import LatentEdits
@@ -99,7 +98,8 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 @functools.cache
 def _recipe(name: str) -> dict[str, Any]:
     raw = parse.read_recipe(name)
-    return flat(raw | {"reward": raw["reward"] if isinstance(raw["reward"], dict) else {raw["reward"]: 1.0}})
+    trained = raw["reward"] if isinstance(raw["reward"], dict) else {raw["reward"]: 1.0}
+    return recipes.flat(raw | {"reward": trained}, sections())  # parts and rewards stay whole
 
 
 def common_settings(name: str) -> dict[str, Any]:
@@ -113,15 +113,6 @@ def common_settings(name: str) -> dict[str, Any]:
 def differences(name: str) -> list[tuple[str, Any, Any, str]]:
     """Keys of `BenchModel.differs` with the recipe's value, None for its default, the bench's, and why."""
     return [(key, _recipe(name).get(key), value, why) for key, (value, why) in MODELS[name].differs.items()]
-
-
-def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Values of sections under dotted keys; parts and rewards stay whole."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        dotted = f"{above}{key}"
-        values |= flat(value, f"{dotted}.") if dotted in sections() and isinstance(value, dict) else {dotted: value}
-    return values
 
 
 @functools.cache
@@ -146,8 +137,7 @@ def split(name: str) -> dict[str, list[Prompt]]:
 
 def write_sides(name: str, folder: Path) -> None:
     for side, prompts in split(name).items():
-        lines = "".join(json.dumps(as_line(prompt)) + "\n" for prompt in prompts)
-        atomic.write_text(folder / f"{side}.jsonl", lines)
+        atomic.write_text(folder / f"{side}.jsonl", to_jsonl(prompts))
 
 
 @dataclass(frozen=True)
@@ -180,7 +170,7 @@ def _of_method(text: str, of: BenchModel) -> Entry:
     method = overlay.preset(text)
     adjusted: dict[str, Any] = {}
     for part in text.split("+"):
-        adjusted |= {key: _merge(adjusted.get(key), value) for key, value in ADJUSTED.get(part, {}).items()}
+        adjusted = recipes.over(adjusted, ADJUSTED.get(part, {}))
     if method.target.follows_reward and of.gradient:
         adjusted["reward"] = of.gradient
     label = "+".join(part.rpartition(":")[2] if ".py:" in part else part for part in text.split("+"))
@@ -195,15 +185,9 @@ def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     if "model" in raw and config.model != name:
         raise UserError(f"{path}: its model is {config.model}, but the bench is of {name}: give --model "
                         f"{config.model}, or another recipe")
-    settings = {key: value for key, value in flat(raw).items() if key not in SHARED and not key.startswith("eval.")}
-    settings = {"method": config.method} | settings
+    settings = {"method": config.method} | {key: value for key, value in recipes.flat(raw, sections()).items()
+                                            if key not in SHARED and not key.startswith("eval.")}
     return Entry(path.stem, str(path), settings, settings)
-
-
-def _merge(one: Any, other: Any) -> Any:
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return other
-    return one | {key: _merge(one.get(key), value) for key, value in other.items()}
 
 
 # --- sweep -----------------------------------------------------------------------------------------------------------
@@ -214,7 +198,7 @@ def scale_entry(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, 
     settings = entry.settings | ({} if lr == 1 else {"train.lr": rate * lr})
     if clip == 1:
         return settings
-    parts = _merge(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})
+    parts = recipes.over(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})
     overlay.with_parts(overlay.preset(entry.settings["method"]), parts)
     return settings | {"parts": parts}
 

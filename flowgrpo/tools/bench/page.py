@@ -106,9 +106,16 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 def page(results: dict[str, Any]) -> str:
     first, *rest = (f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
+    # Bars of every task's accuracy; prompts may have none.
+    methods, tasks = table.rank(results), results["base_tasks"]
+    highest = max((method["tasks"][task] for method in methods for task in tasks), default=0.0)
+    figures = [_bar_figure(task, f"base {base:.3f}, the dashed line", methods,
+                           [method["tasks"][task] for method in methods], ".3f", base, highest)
+               for task, base in tasks.items()]
     return fill(TEMPLATE, TITLE=html.escape(f"Methods on {results['model']}"), SECTIONS="".join([
         first, _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
-        _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)), _tasks(results),
+        _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)),
+        _section("Tasks", _cards(figures)) if figures else "",
         _section("Notes", "".join(rest)) if rest else ""]))
 
 
@@ -231,7 +238,7 @@ def _cards(figures: Sequence[str], style: str = "") -> str:
 def _bar_figure(title: str, caption: str, methods: Sequence[dict[str, Any]], values: Sequence[float | None], form: str,
                 mark: float | None, end: float = 0.0) -> str:
     """Figure of a value of every method. form: of the values, as in format(). mark, end: see `bars`."""
-    shown = [(method["label"], value, "-" if value is None else format(value, form))
+    shown = [(method["label"], value, table.number(value, form))
              for method, value in zip(methods, values, strict=True)]
     told = f"{title}: {', '.join(f'{label} {text}' for label, _, text in shown)}"
     return _figure(title, caption, bars(shown, told, mark, end=end))
@@ -267,13 +274,3 @@ def _cost_bars(results: dict[str, Any]) -> str:
             figures.append(_bar_figure(name, "eval-only; the dashed line is the base", methods, values, ".3g",
                                        methods[0]["watched"][name]["before"]))
     return _cards(figures, BELOW)
-
-
-def _tasks(results: dict[str, Any]) -> str:
-    """Bars of every task's accuracy; nothing for prompts without tasks."""
-    methods, tasks = table.rank(results), results["base_tasks"]
-    highest = max((method["tasks"][task] for method in methods for task in tasks), default=0.0)
-    figures = [_bar_figure(task, f"base {base:.3f}, the dashed line", methods,
-                           [method["tasks"][task] for method in methods], ".3f", base, highest)
-               for task, base in tasks.items()]
-    return _section("Tasks", _cards(figures)) if figures else ""

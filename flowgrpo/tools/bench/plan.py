@@ -151,6 +151,7 @@ class Plan:
 
     def __init__(self, request: Request):
         self.request, self.of = request, models.MODELS[request.model]
+        self.counts_evaluations = self.of.process != "tokens"  # of a denoiser; of a language model tokens count
         if not request.methods:
             raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo list methods` "
                             "lists all)")
@@ -170,11 +171,6 @@ class Plan:
             models.write_sides(request.model, Path(place))
             for entry in self.entries:
                 self._require(entry, Path(place))
-
-    @property
-    def counts_evaluations(self) -> bool:
-        """True if the model is a denoiser, whose evaluations count; else tokens do."""
-        return self.of.process != "tokens"
 
     def _require(self, entry: Entry, prompts: Path) -> None:
         """Make the checks of a run, with the files of its prompts in a folder."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from flowgrpo.escaped import table
 from flowgrpo.evaluation.statistics import format_interval, format_value
 
 Rows = tuple[list[str], list[list[str]]]  # headings and lines
@@ -75,11 +76,11 @@ def costs(results: dict[str, Any]) -> Rows:
     rows = []
     for method in rank(results):
         ratio = method["seconds_ratio"]
-        watched = (f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())
+        watched = (f"{number(value['before'])} -> {number(value['after'])}" for value in method["watched"].values())
         reached = ("never" if value is None else f"{value:,.0f}" for value in method["reached"])
         rows.append([method["label"], *reached, f"{method['epochs']:.0f}",
-                     "-" if ratio is None else f"x{ratio:.2f}", _share(method["zero_variance"]),
-                     _number(method["kl"]), _share(method["diversity"]), *watched])
+                     "-" if ratio is None else f"x{ratio:.2f}", number(method["zero_variance"], ".0%"),
+                     number(method["kl"]), number(method["diversity"], ".0%"), *watched])
     return heads, rows
 
 
@@ -95,12 +96,8 @@ def rank(results: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(results["methods"], key=lambda method: -method["accuracy"])
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -108,8 +105,8 @@ def markdown(results: dict[str, Any]) -> str:
     for title, rows in (("Accuracy", accuracies), ("Cost", costs), ("Tasks", tasks)):
         heads, body = rows(results)
         lines += ["", f"## {title}", "", *([COST, ""] if title == "Cost" else [])]
-        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
-                  for line in (heads, ["---", *["---:"] * (len(heads) - 1)], *body)]
+        lines.append(table([[cell.replace("|", "\\|") for cell in line] for line in (heads, *body)],
+                           ["---", *["---:"] * (len(heads) - 1)]))
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,7 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.recorded import make_rollouts
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.tools.check import tiny
-from flowgrpo.training import memory, reward_memory
+from flowgrpo.training import memory
 from flowgrpo.types import Completions, Scored
 
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
@@ -90,7 +90,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
             policy.weights, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
-    result |= reward_memory.memory_entries(recipe, config, policy.device, lambda held: text_memory.memory(
+    result |= memory.memory_entries(recipe, config, policy.device, lambda held: text_memory.memory(
         policy, config, conditioning, held))
 
 

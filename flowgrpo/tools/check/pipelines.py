@@ -35,7 +35,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import replays
 from flowgrpo.tools.check.loading import load_model, refuse
 from flowgrpo.tools.check.replays import GROUP, RANK
-from flowgrpo.training import memory, reward_memory
+from flowgrpo.training import memory
 
 PROMPT = "a red circle"
 SIDE = 512  # pixels of a stand-in image where the call states no size
@@ -93,7 +93,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         result |= _cost(fitting, options.check_method(fitting, build.PIPELINE, device))
     else:
         result |= _cost(recipe, method)
-    result |= reward_memory.memory_entries(
+    result |= memory.memory_entries(
         recipe, config, policy.device, lambda held: memory.memory(policy, config, conditioning, held))
 
 

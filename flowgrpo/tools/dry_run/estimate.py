@@ -65,10 +65,9 @@ def count_evaluation(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
         return times * (first + more * np.maximum(second - first, 0))
 
     waits = {reason: round(extrapolate(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
+    counts = {name: extrapolate(getattr(one, name), getattr(two, name)) for name in ("flops", "seconds", "traffic")}
     return Phase(meta.spare + max(one.allocated, two.allocated), meta.spare + max(one.reserved, two.reserved),
-                 extrapolate(one.flops, two.flops), round(extrapolate(one.kernels, two.kernels)),
-                 extrapolate(one.seconds, two.seconds), waits=Counter(waits),
-                 traffic=extrapolate(one.traffic, two.traffic))
+                 kernels=round(extrapolate(one.kernels, two.kernels)), waits=Counter(waits), **counts)
 
 
 @torch.no_grad()
@@ -326,11 +325,9 @@ def _extrapolate(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting:
     for name in (name for name in ORDER if name in meta.phases):
         own = states * (prompts - few) if name != "encode" else 0
         phase, more = meta.phases[name], meta.spare + round(own + states * prompts * waiting)
-        phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
-                             round(phase.kernels * times),
-                             (phase.seconds - phase.fixed) * times + phase.fixed, phase.fixed,
-                             Counter({reason: round(count * times) for reason, count in phase.waits.items()}),
-                             phase.traffic * times)
+        phases[name] = Phase(phase.allocated + more, phase.reserved + more)
+        phases[name].add(phase, times)
+        phases[name].seconds, phases[name].fixed = (phase.seconds - phase.fixed) * times + phase.fixed, phase.fixed
     once, update = meta.phases[ONCE], phases["update"]
     update.allocated = max(update.allocated, once.allocated + more)
     update.reserved = max(update.reserved, once.reserved + more)

@@ -43,12 +43,8 @@ def pipeline(model: str, dtype: torch.dtype) -> Any:
 
 def like(pipe: Any) -> Any:
     """Loaded pipeline's twin on the meta device, in its dtypes."""
-    components: dict[str, Any] = dict(pipe.components)
-    for name, module in components.items():
-        if isinstance(module, torch.nn.Module):
-            loaded: Any = module
-            components[name] = _of_diffusers(type(loaded), dict(loaded.config), loaded.dtype) \
-                if hasattr(loaded, "load_config") else _of_transformers(type(loaded), loaded.config, loaded.dtype)
+    loaded: dict[str, Any] = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    components = pipe.components | {name: _module(type(part), part.config, part.dtype) for name, part in loaded.items()}
     options = {key: value for key, value in pipe.config.items() if not key.startswith("_") and key not in components}
     with quiet():
         twin = type(pipe)(**components, **options)
@@ -56,13 +52,16 @@ def like(pipe: Any) -> Any:
     return twin
 
 
-def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """Model as diffusers loads it: some of its modules stay in fp32."""
+def _module(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """Model of a class of diffusers or transformers as they load it: of diffusers some modules stay in fp32."""
+    if not hasattr(kind, "load_config"):
+        with META:
+            return kind._from_config(config, dtype=dtype)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with META:
-            module = kind.from_config(config)
+            module = kind.from_config(dict(config))
     finally:
         torch.set_default_dtype(before)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
@@ -70,11 +69,6 @@ def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torc
         if any(name in key.split(".") for name in kept):
             parameter.data = parameter.data.float()
     return module
-
-
-def _of_transformers(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    with META:
-        return kind._from_config(config, dtype=dtype)
 
 
 # --- a packaged configuration ----------------------------------------------------------------------------------------
@@ -116,12 +110,13 @@ def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
     import diffusers
     import transformers
 
-    if "." not in kind and not hasattr(diffusers, kind):
-        cls: Any = getattr(transformers, kind)
-        return _of_transformers(cls, cls.config_class(**config), dtype)
     module, _, name = kind.rpartition(".")  # of a class that diffusers does not name at its top
-    cls = getattr(importlib.import_module(f"diffusers.{module}") if module else diffusers, name)
-    return _of_diffusers(cls, config, dtype) if issubclass(cls, torch.nn.Module) else cls(**config)
+    library = importlib.import_module(f"diffusers.{module}") if module else \
+        diffusers if hasattr(diffusers, kind) else transformers
+    cls: Any = getattr(library, name)
+    if not issubclass(cls, torch.nn.Module):
+        return cls(**config)
+    return _module(cls, cls.config_class(**config) if library is transformers else config, dtype)
 
 
 def tokenizer(length: int) -> PreTrainedTokenizerBase:
@@ -180,6 +175,5 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None, d
         raise UserError(f"the component {name} is a {kind} of {library}, which a dry run cannot make")
     if not issubclass(cls, torch.nn.Module):
         return cls.from_pretrained(folder, subfolder=name)
-    if library == "diffusers":
-        return _of_diffusers(cls, cls.load_config(folder, subfolder=name), dtype)
-    return _of_transformers(cls, cls.config_class.from_pretrained(folder, subfolder=name), dtype)
+    read = cls.load_config if library == "diffusers" else cls.config_class.from_pretrained
+    return _module(cls, read(folder, subfolder=name), dtype)

@@ -356,8 +356,8 @@ class MetaGPU(TorchDispatchMode):
             return tensor.shape == args[1].shape
         return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
 
-    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        copy = value.to(META)
+    def _to_device(self, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        copy = torch.empty_like(value, device=META, dtype=dtype)
         self.hold([copy])
         self.values.set(copy, value)
         return copy
@@ -404,10 +404,7 @@ class MetaGPU(TorchDispatchMode):
         if not _within(device.to_device):
             self._wait("from the host")
         if name == "_to_copy" and source.numel() <= FILLED:
-            result = torch.empty_like(source, device=META, dtype=kwargs.get("dtype") or source.dtype)
-            self.hold([result])
-            self.values.set(result, source)
-            return result
+            return self._to_device(source, kwargs.get("dtype"))
         if name == "copy_":
             self.values.forget(args[0])
         return None

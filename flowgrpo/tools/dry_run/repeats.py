@@ -58,18 +58,14 @@ class Repeats:
         def answer(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if self.gpu.autocast is not None:
-                self._cast(module)
+            if self.gpu.autocast is not None:  # it casts a denoiser's weights in the first of the calls it surrounds
+                for part in module.modules():
+                    if isinstance(part, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):
+                        for parameter in part.parameters():
+                            self.gpu.autocast.lower(parameter)
             adapted = not any(layer.disable_adapters for layer in self._layers)
             return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
         return answer
-
-    def _cast(self, module: torch.nn.Module) -> None:
-        """Cast a denoiser's weights, which autocast does in the first of the calls that it surrounds."""
-        for part in module.modules():
-            if isinstance(part, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):
-                for parameter in part.parameters():
-                    self.gpu.autocast.lower(parameter)
 
     def decode(self, latents: torch.Tensor, conditioning: Any) -> Any:
         return self._once(("decode", _key(latents)), lambda: self._decode(latents, conditioning))

@@ -160,7 +160,12 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     if (output / FILE).exists():
         raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
     paths.require_folder(output)
-    names, device = aspects(trained, held), _device(settings.device)
+    names = aspects(trained, held)
+    try:
+        device = str(torch.empty(0, device=settings.device or default_device()).device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"device is {settings.device!r}, which torch {torch.__version__} cannot use here: leave it "
+                        "out, or take cpu") from None
     apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
     if settings.model is not None:
@@ -205,15 +210,6 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     return accuracies
 
 
-def _device(name: str | None) -> str:
-    """Device of that name, None for a GPU if there is one. Raises UserError if torch cannot use it."""
-    try:
-        return str(torch.empty(0, device=name or default_device()).device)
-    except (RuntimeError, AssertionError):
-        raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
-                        "cpu") from None
-
-
 def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
     """By how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A]. Raises
     UserError for a weight where no pair has a margin."""
@@ -225,8 +221,7 @@ def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor
 
 def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
     """The network's inputs of the pairs' samples and prompts, on the CPU."""
-    shown = [(pair.prompt, sample) for side in ("chosen", "rejected") for pair in pairs
-             for sample in [getattr(pair, side)]]
+    shown = [(pair.prompt, getattr(pair, side)) for side in ("chosen", "rejected") for pair in pairs]
     parts = []
     for at in bar(range(0, len(shown), AT_ONCE), title=title, unit="batch"):
         prompts, samples = zip(*shown[at:at + AT_ONCE])

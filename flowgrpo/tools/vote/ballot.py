@@ -13,11 +13,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from flowgrpo.contrib.taste.votes import SKIP, TIE, relative
 from flowgrpo.data.pairs import OVERALL, load_pairs
-from flowgrpo.evaluation.statistics import ALL, WILSON, format_interval, interval
+from flowgrpo.evaluation.statistics import ALL, format_share
 from flowgrpo.loopback import Refused
 from flowgrpo.storage import atomic
 
@@ -93,31 +91,23 @@ class Ballot:
                 name, comparison = str(waiting[0]), self.comparisons[waiting[0]]
                 shown = {"title": comparison.prompt, "facts": "", "question": {
                     "name": name, "count": 2, "sources": len(comparison.sources),
-                    "video": [self.file(name, place, ".mp4") is not None for place in (0, 1)]}}
+                    "video": [clip_of(file).is_file() for file in self.files(name)]}}
             return shown | {"done": len(self.verdicts), "total": len(self.comparisons), "undo": bool(self.history),
                             "progress": f"{len(self.verdicts)} of {len(self.comparisons)}"
                             + f", {skipped} skipped" * bool(skipped),
                             "next": {"name": str(waiting[1]), "count": 2} if len(waiting) > 1 else None,
                             "summary": None if waiting else self.table()}
 
-    def count(self, name: str) -> int | None:
-        """Number of images of a pair; None if there is no such pair."""
-        return 2 if name.isdecimal() and int(name) < len(self.comparisons) else None
+    def files(self, name: str) -> tuple[Path, ...]:
+        """Files of a pair, the left one first; none if there is no such pair."""
+        if not name.isdecimal() or int(name) >= len(self.comparisons):
+            return ()
+        pair = self.comparisons[int(name)]
+        return (pair.b, pair.a) if self.b_left[int(name)] else (pair.a, pair.b)
 
-    def file(self, name: str, place: int, ending: str = "") -> Path | None:
-        """File at a place of a pair; ending: of the same clip in another form. None if there is none."""
-        if self.count(name) is None or place > 1:
-            return None
-        comparison = self.comparisons[int(name)]
-        path = comparison.b if (place == 0) == self.b_left[int(name)] else comparison.a
-        if ending:
-            path = path.with_suffix(ending) if path.suffix == ".webp" else Path()
-        return path if path.is_file() else None
-
-    def source(self, name: str, place: int) -> Path | None:
-        """File of an image that a pair's prompt brings; None if there is none."""
-        files = self.comparisons[int(name)].sources if self.count(name) else ()
-        return files[place] if place < len(files) and files[place].is_file() else None
+    def sources(self, name: str) -> tuple[Path, ...]:
+        """Files of the images that a pair's prompt brings."""
+        return self.comparisons[int(name)].sources if self.files(name) else ()
 
     def vote(self, name: str, shown: Sequence[int], choice: int | str) -> None:
         """Keep a verdict in place of an earlier one on the same pair: a place, TIE, or SKIP, which leaves it without.
@@ -185,11 +175,13 @@ class Ballot:
                   for name, row in self.summary().items())]
 
 
+def clip_of(file: Path) -> Path:
+    """Video beside a clip's animated WebP; the current folder, which is no file, of anything else."""
+    return file.with_suffix(".mp4") if file.suffix == ".webp" else Path()
+
+
 def count_votes(worths: Sequence[float]) -> dict[str, Any]:
     """Votes, ties, votes for B, and the share that prefers B with Wilson's 95 % interval; ties are left out."""
     decided = [worth for worth in worths if worth != 0.5]
-    text = "-"
-    if decided:
-        share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON)
-        text = format_interval(share.mean, share.low, share.high, 2)
-    return {"votes": len(worths), "ties": len(worths) - len(decided), "b": int(sum(decided)), "share": text}
+    return {"votes": len(worths), "ties": len(worths) - len(decided), "b": int(sum(decided)),
+            "share": format_share(decided) if decided else "-"}

@@ -27,7 +27,7 @@ from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
 from flowgrpo.storage import atomic
-from flowgrpo.storage.json_files import json_digest
+from flowgrpo.storage.json_files import finite, json_digest
 from flowgrpo.tools.vote.sources import ENDINGS, list_images, own_image
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least
@@ -135,8 +135,8 @@ def score(groups: Sequence[Group], rewards: dict[str, Composed], file: Path, tal
                     numbers = [math.nan if isinstance(value, Failed) else float(value) for value in values]
                     known[digests[place], rules[name]] = numbers
                     if not any(isinstance(value, Failed) for value in values):
-                        atomic.append_line(file, json.dumps({"group": digests[place], "rule": rules[name], "scores": [
-                            None if math.isnan(value) else value for value in numbers]}))
+                        atomic.append_line(file, json.dumps(
+                            {"group": digests[place], "rule": rules[name], "scores": finite(numbers)}))
             shown.update(len(outputs))
     return [torch.tensor([known[digest, rule] for rule in rules.values()], dtype=torch.float64).T
             for digest in digests]

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Question, Vote, VoteLog
-from flowgrpo.evaluation.statistics import WILSON, format_interval, interval
+from flowgrpo.evaluation.statistics import format_share
 from flowgrpo.loopback import Refused
 from flowgrpo.nouns import quantity
 
@@ -128,25 +126,18 @@ class LiveBallot:
             said.append(quantity(facts["updates"], "update"))
         return " \u00b7 ".join(said)
 
-    def count(self, name: str) -> int | None:
-        """Number of images of a question; None if it was not asked."""
-        return len(self.questions[name].files) if name in self.questions else None
-
-    def file(self, name: str, place: int, ending: str = "") -> Path | None:
-        """The image at a place of the page; the places are random."""
+    def files(self, name: str) -> tuple[Path, ...]:
+        """Images of a question in the order of the page, which is random; none if it was not asked."""
         question = self.questions.get(name)
-        if question is None or ending or place >= len(question.files):
-            return None
-        path = question.files[self._place(question, place)]
-        return path if path.is_file() else None
+        return tuple(question.files[place] for place in self._order(question)) if question is not None else ()
 
-    def source(self, name: str, place: int) -> Path | None:
-        return None
+    def sources(self, name: str) -> tuple[Path, ...]:
+        return ()
 
-    def _place(self, question: Question, place: int) -> int:
+    def _order(self, question: Question) -> list[int]:
         order = [*range(len(question.files))]
         random.Random(f"{self.seed}/{question.name}").shuffle(order)
-        return order[place]
+        return order
 
     def vote(self, name: str, shown: Sequence[int], choice: int | str) -> None:
         """Keep a vote. shown: places of the page; choice: one of them, TIE or SKIP.
@@ -157,9 +148,9 @@ class LiveBallot:
             question = self.questions.get(name)
             if question is None or question.batch <= self._learned or self.is_finished:
                 raise Refused(409, "this question is closed: its batch is learned, or the session has ended")
-            places = tuple(self._place(question, place) for place in shown)
-            at = choice if isinstance(choice, str) else self._place(question, choice)
-            self.log.add(question, Vote(places, at))
+            order = self._order(question)
+            at = choice if isinstance(choice, str) else order[choice]
+            self.log.add(question, Vote(tuple(order[place] for place in shown), at))
             self._changed.notify_all()
 
     def undo(self) -> None:
@@ -181,5 +172,4 @@ class LiveBallot:
                   for name, vote in self.log.votes.items() if ".c" in name and vote.choice != SKIP][-RECENT:]
         if not worths:
             return None
-        share = interval(np.array(worths)[:, None], WILSON)
-        return {"wins": sum(worths), "of": len(worths), "share": format_interval(share.mean, share.low, share.high, 2)}
+        return {"wins": sum(worths), "of": len(worths), "share": format_share(worths)}

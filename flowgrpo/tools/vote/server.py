@@ -13,6 +13,7 @@ import io
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import fill
 from flowgrpo.evaluation.pages.sources import SHOWN
 from flowgrpo.loopback import Refused
-from flowgrpo.tools.vote.ballot import Ballot
+from flowgrpo.tools.vote.ballot import Ballot, clip_of
 from flowgrpo.tools.vote.live import LiveBallot
 
 PAGE = Path(__file__).parent / "page.html"  # with [[NONCE]] and [[COMMAND]]
@@ -41,6 +42,11 @@ def server(subject: Ballot | LiveBallot, port: int) -> ThreadingHTTPServer:
 
 def address(serving: ThreadingHTTPServer) -> str:
     return f"http://{loopback.HOST}:{serving.server_port}/{serving.RequestHandlerClass.token}/"  # type: ignore[attr-defined]
+
+
+def _at(files: Sequence[Path], place: int) -> Path:
+    """File at a place; the current folder, which is no file, behind the last."""
+    return files[place] if place < len(files) else Path()
 
 
 class Handler(loopback.Handler):
@@ -64,17 +70,18 @@ class Handler(loopback.Handler):
         elif path == "state":
             self._state()
         elif match := re.fullmatch(r"([\w.]{1,12})/(\d)(\.mp4)?", path):
-            self._image(self.subject.file(match[1], int(match[2]), match[3] or ""))
+            file = _at(self.subject.files(match[1]), int(match[2]))
+            self._image(clip_of(file) if match[3] else file)
         elif match := re.fullmatch(r"([\w.]{1,12})/source/(\d{1,3})", path):
-            self._source(self.subject.source(match[1], int(match[2])))
+            self._source(_at(self.subject.sources(match[1]), int(match[2])))
         else:
             raise Refused(404, "no such page")
 
     def _state(self) -> None:
         self.send(json.dumps(self.subject.state(), allow_nan=False).encode(), "application/json")
 
-    def _image(self, file: Path | None) -> None:
-        if file is None:
+    def _image(self, file: Path) -> None:
+        if not file.is_file():
             raise Refused(404, "no such image, or its file is gone")
         try:
             content = file.read_bytes()
@@ -82,9 +89,9 @@ class Handler(loopback.Handler):
             raise Refused(404, f"this image's file cannot be read ({error.strerror})") from None
         self.send(content, KINDS[file.suffix.lower()], Cache_Control="private, max-age=3600")
 
-    def _source(self, file: Path | None) -> None:
+    def _source(self, file: Path) -> None:
         """Send an image that a prompt brings, of any format, upright and at most SHOWN pixels long, as WebP."""
-        if file is None:
+        if not file.is_file():
             raise Refused(404, "no such image")
         try:
             image = read_image(file)
@@ -120,10 +127,9 @@ class Handler(loopback.Handler):
     def _vote(self, content: dict[str, Any]) -> None:
         """Keep a vote: on all images of a question, or on the first two. Raises Refused for anything else."""
         name, shown, choice = (content.get(key) for key in ("question", "shown", "choice"))
-        count = self.subject.count(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or count is None:
+        places = [*range(len(self.subject.files(name)))] if isinstance(name, str) else []
+        if not isinstance(name, str) or not places:
             raise Refused(400, "question: expected the name of one that was asked")
-        places = [*range(count)]
         if not isinstance(shown, list) or shown not in (places, places[:2]):
             raise Refused(400, f"shown: expected {places} or {places[:2]}")
         if choice not in (TIE, SKIP) and (type(choice) is not int or choice not in shown):

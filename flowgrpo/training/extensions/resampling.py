@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
@@ -35,32 +33,24 @@ class Resampling(Extension):
         while batch:
             earlier, before = len(epoch.own), len(epoch.parts)
             new = sampling.draw_groups(trainer, epoch, batch)
-            epoch.parts[before:] = self._shift_and_mark(new, epoch.own[earlier:], earlier)
+            # Decisions that were drawn under another input than the one that is learned are marked.
+            off = torch.tensor([prompt.learned is not prompt for prompt in epoch.own[earlier:]])
+            if off.any() and trainer.method.target.scores_sampling:
+                new = [replace(part, transitions=tuple(replace(taken, old=replace(
+                    taken.old, guided=off[taken.prompts[taken.parent].cpu()].to(taken.old.logp.device)))
+                    for taken in part.transitions)) for part in new]
+            # A turn is behind the groups of earlier ones; a prompt has one group.
+            epoch.parts[before:] = [part.shifted(earlier, earlier) for part in new]
             batch = self._expand(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
         trainer.scoring.end_epoch()
         if learn := getattr(redraw, "learn", None):
             learn(epoch.groups)
-        off = any(prompt.learned is not prompt for prompt in epoch.own)
-        if epoch.groups.turn > 1 or off:
+        rewritten = any(prompt.learned is not prompt for prompt in epoch.own)
+        if epoch.groups.turn > 1 or rewritten:
             epoch.conditioning = self._encode([prompt.learned for prompt in epoch.own])
-        if off and trainer.method.target.scores_sampling:
+        if rewritten and trainer.method.target.scores_sampling:
             epoch.sampled = self._encode(epoch.own)
         return epoch
-
-    def _shift_and_mark(self, parts: Sequence[Part], prompts: Sequence[Prompt], earlier: int) -> list[Part]:
-        """The parts of a turn, behind the groups of earlier ones; decisions that were drawn under another input than
-        the one that is learned are marked."""
-        off = torch.tensor([prompt.learned is not prompt for prompt in prompts])
-        if off.any() and self.trainer.method.target.scores_sampling:
-            parts = [replace(part, transitions=tuple(replace(taken, old=replace(
-                taken.old, guided=off[taken.prompts[taken.parent].cpu()].to(taken.old.logp.device)))
-                for taken in part.transitions)) for part in parts]
-        if earlier:  # groups, one per prompt
-            parts = [replace(part, groups=range(part.groups.start + earlier, part.groups.stop + earlier),
-                             prompts=part.prompts + earlier,
-                             transitions=tuple(replace(taken, prompts=taken.prompts + earlier)
-                                               for taken in part.transitions)) for part in parts]
-        return [*parts]
 
     def _expand(self, batch: list[Prompt]) -> list[Prompt]:
         expansion = self.trainer.method.expansion

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule, group_std, weighted_sum
@@ -31,26 +29,26 @@ class RewardHints(Extension):
     def on_drawn(self, epoch: Epoch) -> None:
         if self._silent:
             return
-        self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
+        self.epoch(epoch.metrics)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
             weights = list(self.trainer.scoring.weights.values())
             shaped = self.trainer.scoring.transform(epoch.groups.first[..., :len(weights)])
             for column in shaped.unbind(2) if self.advantage.order != "rewards" else [weighted_sum(shaped, weights)]:
-                self.warn_large_std(column, self.trainer.epoch, self.trainer.log)
+                self.warn_large_std(column)
 
-    def warn_large_std(self, rewards: Tensor, epoch: int, log: Callable[[str], None]) -> None:
+    def warn_large_std(self, rewards: Tensor) -> None:
         """Print that the batch's deviation, by which rewards [P,G] are divided, is far above that within groups."""
         within = group_std(rewards[~rewards.isnan().all(1)])
         within, whole = within[within > 0], rewards[~rewards.isnan()]
         if len(within) and (ratio := (whole.std() / within.mean()).item()) >= STARVED:
-            self._once("starved", log, f"epoch {epoch + 1}: the batch's deviation of the rewards is {ratio:.0f} times "
-                       "that within groups that differ, and the method divides by the batch's, so that advantages are "
-                       "as much smaller: leave out prompts without differences, --method=...+dynamic_sampling, or "
-                       "divide by each group's, parts.advantage: {type: Advantage, scale: group}")
+            self._once("starved", f"the batch's deviation of the rewards is {ratio:.0f} times that within groups that "
+                       "differ, and the method divides by the batch's, so that advantages are as much smaller: leave "
+                       "out prompts without differences, --method=...+dynamic_sampling, or divide by each group's, "
+                       "parts.advantage: {type: Advantage, scale: group}")
 
-    def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, log: Callable[[str], None]
-              ) -> None:
-        """Print what an epoch's rewards show. spreads: of each reward within groups, times its weight."""
+    def epoch(self, metrics: dict[str, float]) -> None:
+        """Print what an epoch's rewards show."""
+        spreads = self.trainer.scoring.spreads
         names = [name for name in spreads if self.directions[name]]  # of another weight than 0
         silent = [name for name in names if metrics[f"reward/{name}/zero_variance_groups"] == 1]
         best = [name for name in names if solved(self.directions[name], [metrics[f"reward/{name}/mean"]],
@@ -58,14 +56,14 @@ class RewardHints(Extension):
         if silent == names:
             if self.trainer.method.credit.teaches:
                 return
-            self._once("solved" if best == names else "all", log, f"epoch {epoch + 1}: " + (
-                f"all samples have the best score of {' and of '.join(names)}, so that nothing is left to learn from "
-                "these prompts: take harder ones" if best == names else
-                "in every group all samples earn the same, so nothing is learned: take a reward with values in "
-                "between, prompts of another difficulty, or a larger train.group"))
+            self._once("solved" if best == names else "all",
+                       f"all samples have the best score of {' and of '.join(names)}, so that nothing is left to learn "
+                       "from these prompts: take harder ones" if best == names else
+                       "in every group all samples earn the same, so nothing is learned: take a reward with values in "
+                       "between, prompts of another difficulty, or a larger train.group")
             return
         for name in silent:
-            self._once(name, log, f"epoch {epoch + 1}: reward {name!r} is " + (
+            self._once(name, f"reward {name!r} is " + (
                 "at its best score for all samples, so that it teaches nothing more" if name in best else
                 f"the same for all samples of every group (mean {metrics[f'reward/{name}/mean']:.4g}), so that it "
                 "teaches nothing"))
@@ -73,15 +71,15 @@ class RewardHints(Extension):
                         key=lambda name: spreads[name])
         if len(ranked) > 1 and adds(self.advantage) and spreads[ranked[-1]] >= TIMES * spreads[ranked[0]]:
             small, large = ranked[0], ranked[-1]
-            self._once("scale", log, f"epoch {epoch + 1}: reward {large!r} varies by {spreads[large]:.3g} within "
-                       f"groups and {small!r} by {spreads[small]:.3g}, weights included, so that {small!r} hardly "
-                       "counts: change their weights, or compare each by itself, parts.advantage: {type: Advantage, "
-                       "scale: group, order: advantages}")
+            self._once("scale", f"reward {large!r} varies by {spreads[large]:.3g} within groups and {small!r} by "
+                       f"{spreads[small]:.3g}, weights included, so that {small!r} hardly counts: change their "
+                       "weights, or compare each by itself, parts.advantage: {type: Advantage, scale: group, order: "
+                       "advantages}")
 
-    def _once(self, key: str, log: Callable[[str], None], line: str) -> None:
+    def _once(self, key: str, line: str) -> None:
         if key not in self._printed:
             self._printed.add(key)
-            log(line)
+            self.trainer.log(f"epoch {self.trainer.epoch + 1}: {line}")
 
 
 def adds(advantage: AdvantageRule) -> bool:

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from flowgrpo.samplers.kernels import CPS, FlowSDE
 from tests.helpers import tiny
+from tests.helpers.servers import running
 
 FAULTS = ("wrong sigma", "unsaid sigma", "another LoRA", "no LoRA", "bf16 states", "dropped request", "repeated seed",
           "time-out", "wrong kernel", "shuffled batch", "mixed prompts", "no tensor", "pickle", "names")
@@ -71,11 +72,7 @@ class Steps(FlowMatchEulerDiscreteScheduler):
 
     def begin(self, asked: dict[str, Any], generators: list[torch.Generator], fault: str | None) -> None:
         self.asked, self.draws, self.fault = asked, generators, fault
-        self.before: list[torch.Tensor] = []
-        self.means: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self.stds: list[torch.Tensor] = []
-        self.logs: list[torch.Tensor] = []
+        self.before, self.means, self.outputs, self.stds, self.logs = [], [], [], [], []
 
     def step(self, model_output, timestep, sample, return_dict=True, **_):
         if self.step_index is None:
@@ -275,12 +272,5 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(engine: TinyEngine) -> Iterator[str]:
     """The URL of a server of the engine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": engine}))
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": engine}))) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

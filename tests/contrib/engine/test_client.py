@@ -57,9 +57,8 @@ def request(**changes):
 
 
 @pytest.mark.parametrize("sde, kernel", [("sde", FlowSDE(0.7)), ("cps", CPS(0.7))])
-def test_samples_and_their_log_probabilities_are_those_of_the_kernel(sde, kernel):
-    with serving(TinyEngine(tiny.sd3())) as url:
-        samples = Engine(url).rollout(request(sde=sde))
+def test_samples_and_their_log_probabilities_are_those_of_the_kernel(url, sde, kernel):
+    samples = Engine(url).rollout(request(sde=sde))
     assert len(samples) == 2 and not torch.equal(samples[0].states[0], samples[1].states[0])
     for sample in samples:
         assert sample.states.shape == (5, *tiny.LATENTS) and sample.sigmas[0] == 1 and sample.sigmas[-1] == 0
@@ -71,10 +70,9 @@ def test_samples_and_their_log_probabilities_are_those_of_the_kernel(sde, kernel
             assert abs(float(expected) - float(sample.logp[step])) < 1e-5
 
 
-def test_a_request_has_every_seed_and_the_states_come_back():
-    with serving(TinyEngine(tiny.sd3())) as url:
-        [every] = Engine(url).rollout(request(seeds=(1,)))
-        [some] = Engine(url).rollout(request(seeds=(1,), states=(1, 2, 4), means=False))
+def test_a_request_has_every_seed_and_the_states_come_back(url):
+    [every] = Engine(url).rollout(request(seeds=(1,)))
+    [some] = Engine(url).rollout(request(seeds=(1,), states=(1, 2, 4), means=False))
     assert torch.equal(some.states, every.states[[1, 2, 4]]) and some.means is None
     body = request().body()
     assert body["seed"] == 3 and body["extra_sampling_params"] == {"seed": [3, 2**60], "max_sequence_length": 2}
@@ -95,24 +93,20 @@ def test_a_server_that_fails_is_named_in_one_line(fault, kind, said):
     assert error.value.fault == kind and "\n" not in str(error.value)
 
 
-def test_busy_absent_and_refusing_servers():
-    own = TinyEngine(tiny.sd3())
-    with serving(own) as url:
-        own.failures = 2
-        assert len(Engine(url, wait=0.01).rollout(request())) == 2
-        own.failures = 3
-        with pytest.raises(EngineError, match=r"answered 503: warming up \(asked 3 times\): is the engine running"):
-            Engine(url, wait=0.01).rollout(request())
+def test_busy_absent_and_refusing_servers(url, own):
+    own.failures = 2
+    assert len(Engine(url, wait=0.01).rollout(request())) == 2
+    own.failures = 3
+    with pytest.raises(EngineError, match=r"answered 503: warming up \(asked 3 times\): is the engine running"):
+        Engine(url, wait=0.01).rollout(request())
+    own.seen.clear()
+    with pytest.raises(EngineError, match="answered 404: Not Found: is it an SGLang-Diffusion server"):
+        Engine(url)._request("POST", "/v2/other", {})
+    assert len(own.seen) == 1
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(EngineError, match=r"refused.*\(asked 2 times\)"):
-            Engine(url, retries=1, wait=0.01).info()
-    own = TinyEngine(tiny.sd3())
-    with serving(own) as url:
-        with pytest.raises(EngineError, match="answered 404: Not Found: is it an SGLang-Diffusion server"):
-            Engine(url)._request("POST", "/v2/other", {})
-    assert len(own.seen) == 1
+            Engine(f"http://127.0.0.1:{free.getsockname()[1]}", retries=1, wait=0.01).info()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://user:word@host", "http://host:0",
@@ -122,14 +116,12 @@ def test_an_address_of_another_form_is_refused(url):
         Engine(url)
 
 
-def test_memory_is_released_and_a_hash_is_of_dtype_shape_and_bytes():
-    own = TinyEngine(tiny.sd3())
-    with serving(own) as url:
-        engine = Engine(url, retries=0)
-        engine.release()
-        assert "the engine sleeps" in message(lambda: engine.rollout(request()), error=EngineError)
-        engine.resume()
-        assert engine.rollout(request()) and engine.info()["version"] == "0.5.23"
+def test_memory_is_released_and_a_hash_is_of_dtype_shape_and_bytes(url):
+    engine = Engine(url, retries=0)
+    engine.release()
+    assert "the engine sleeps" in message(engine.rollout, request(), error=EngineError)
+    engine.resume()
+    assert engine.rollout(request()) and engine.info()["version"] == "0.5.23"
     value = torch.tensor([[1.0, 2.0]], dtype=torch.float32)
     expected = hashlib.sha256(b"torch.float32(1, 2)" + struct.pack("<ff", 1, 2)).hexdigest()
     assert lora.sha256(value) == expected

@@ -22,18 +22,6 @@ from tests.helpers.refusals import message
 ALONE = {"roots": None}
 
 
-@pytest.fixture
-def own():
-    """The engine of a test."""
-    return TinyEngine(tiny.sd3())
-
-
-@pytest.fixture
-def url(own):
-    with serving(own) as address:
-        yield address
-
-
 def trainer(url, stirred=True, **options):
     usual = dict(method="flow_grpo", train__grid="stock", rollout__engine=url, train__steps=4, train__lr=1e-2)
     made = tiny.trainer(**usual | options)
@@ -150,8 +138,7 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run(url, own, fault,
 
 
 def test_an_engine_of_another_size_is_named(url, own):
-    own.pipe.transformer.config.sample_size = 4
-    own.pipe.default_sample_size = 4
+    own.pipe.transformer.config.sample_size = own.pipe.default_sample_size = 4
     made = trainer(url, parts=ALONE)
     assert "states have the shape [4, 4, 4], the pipeline's [4, 8, 8]" in message(made.run_epoch, error=EngineError)
 

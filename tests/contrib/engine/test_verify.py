@@ -48,17 +48,14 @@ def test_an_engine_that_is_right_has_rows_without_a_fault(kind, level):
     assert all(math.isclose(row.clips["PlainRatio"], 10 * row.largest) for row in found)
 
 
-def test_clip_ranges_are_in_the_unit_of_each_log_ratio():
+def test_clip_ranges_are_in_the_unit_of_each_log_ratio(own, url):
     """Of a gap dv in the velocities: the plain log-ratio z dm / s - (dm / s)^2 / 2 as a mean, Guard's z dm and twice
     s^2 times the plain one, at the step where each is largest."""
-    own = TinyEngine(tiny.sd3())
     with torch.no_grad():
         own.pipe.transformer.proj_out.weight.mul_(1 + 1e-3)  # as if the engine rounded
-    with serving(own) as url:
-        policy, engine = policy_of(), Engine(url)
-        [row] = verify.rows(engine, lambda _: policy, ("fp32",), Asked(("red",), count=1, steps=4), None)
-    conditioning = policy.encode(["red"], [""])
-    spec = verify.rollout_spec(policy, conditioning, Asked(("red",), count=1, steps=4))
+    policy, asked = policy_of(), Asked(("red",), count=1, steps=4)
+    [row] = verify.rows(Engine(url), lambda _: policy, ("fp32",), asked, None)
+    spec = verify.rollout_spec(policy, policy.encode(["red"], [""]), asked)
     stds = [spec.transition(*[torch.zeros(1, 1)] * 2, spec.grid, step).std.item() for step in spec.schedule.trained]
     plain = torch.tensor(row.by_step)
     assert row.clips["PlainRatio"] == pytest.approx(10 * plain.max().item())
@@ -135,12 +132,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("lora", [None, "random"])
-def test_the_command_prints_the_rows(folder, lora, capsys):
-    own = TinyEngine(tiny.sd3())
+def test_the_command_prints_the_rows(folder, lora, own, url, capsys):
     options = ["--precision=fp32", "--prompt=red", "--prompt=blue", "--train.steps=4", "--device=cpu",
                "--image.call={max_sequence_length: 2}", *([f"--lora={lora}"] if lora else [])]
-    with serving(own) as url:
-        assert main(["verify", url, str(folder), *options]) == 0
+    assert main(["verify", url, str(folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(": tiny, version 0.5.23") and lines[-2].startswith("smallest clip range in fp32: ")
     assert sum("LoRA:" in line for line in lines) == (2 if lora else 0) and own.lora == ""

@@ -94,12 +94,10 @@ def line(**more) -> str:
 
 
 def test_a_file_of_pairs(folder):
-    file = folder / "pairs.jsonl"
-    given = {"colour": "rejected", "shape": "tie", "overall": "tie"}
+    file, given = folder / "pairs.jsonl", {"colour": "rejected", "shape": "tie", "overall": "tie"}
     file.write_text("\n".join([line(), "", line(prompt=" q ", aspects=given), line(aspects={"shape": "chosen"})]))
     pairs = load_pairs(file)
-    assert pairs[0] == Pair("p", folder / "a.png", folder / "b.png")
-    assert [pair.prompt for pair in pairs] == ["p", "q", "p"]
+    assert pairs[0] == Pair("p", folder / "a.png", folder / "b.png") and [pair.prompt for pair in pairs] == [*"pqp"]
     assert [pair.verdicts for pair in pairs] == [{"overall": 1.0}, {"overall": 0.5, "colour": 0.0, "shape": 0.5},
                                                  {"overall": 1.0, "shape": 1.0}]
 
@@ -160,6 +158,7 @@ def test_pairs_that_share_a_image_stand_in_one_batch():
     pairs = [Pair("p", Path(one), Path(two)) for one, two in names]
     grouped = families(pairs)
     assert sorted(grouped) == [[0, 1, 2], [3, 4], [5], [6], [7]]
+    assert families([Pair("a", "1", "2"), Pair("b", "1", "2"), Pair("a", "2", "3")]) == [[0, 2], [1]]  # of one prompt
     for seed in range(20):
         parts = list(batches(grouped, 2, np.random.default_rng(seed)))
         assert sorted(sum(parts, [])) == list(range(8))
@@ -354,20 +353,15 @@ def learned_texts(tmp_path_factory):
     """A folder of a reward that was trained on separable texts, and its accuracies."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("learned") / "reward"
-    held = [Pair("95" + pair.prompt, *pair_sides(pair), pair.verdicts) for pair in sums(20, 9)]
+    held = [Pair("95" + pair.prompt, pair.chosen, pair.rejected, pair.verdicts) for pair in sums(20, 9)]
     return folder, train_reward(sums(96, 1), held, folder, Settings(model="starter_text", epochs=6, lr=1e-3, batch=16,
                                                                     device="cpu"))
-
-
-def pair_sides(pair: Pair) -> tuple:
-    return pair.chosen, pair.rejected
 
 
 def test_a_reward_orders_separable_texts_by_aspect(learned_texts):
     folder, accuracies = learned_texts
     assert {name: result.mean for name, result in accuracies.items()} == {"overall": 1.0, "short": 1.0}
-    reward, short = rewards.find(f"{folder}:overall", {"device": "cpu"}), rewards.find(f"{folder}:short",
-                                                                                    {"device": "cpu"})
+    reward, short = (rewards.find(f"{folder}:{aspect}", {"device": "cpu"}) for aspect in ("overall", "short"))
     assert isinstance(reward, TextPreference) and reward.about.modality == "text"
     table = rewards.score({"a": reward, "b": short}, ["27", "2", "137", "13"], ["8+1="] * 4, [{}] * 4)
     assert (table[::2, 0] > table[1::2, 0] + 0.5).all() and (table[::2, 1] < table[1::2, 1] - 0.5).all()
@@ -392,12 +386,10 @@ def test_a_frozen_model_trains_its_head_alone_and_is_loaded_by_its_name(tmp_path
     assert reward(["127", "12"], ["4+4="] * 2).diff() < 0
 
 
-def test_margins_of_scores_and_batches_of_one_prompt():
+def test_margins_of_scores():
     pairs = [Pair("a", "b", "c", margins={"overall": 2.0, "short": -1.0}), Pair("a", "b", "d")]
     assert _apart(pairs, ["overall", "short"], 0.5).tolist() == [[1.0, -0.5], [0.0, 0.0]]
     assert _apart(pairs[1:], ["overall"], 0.0).tolist() == [[0.0]]
-    pairs = [Pair("a", "1", "2"), Pair("b", "1", "2"), Pair("a", "2", "3")]
-    assert families(pairs) == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize("options, told", [

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.distributed.processes import Processes
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny, tiny_runs
+from tests.helpers.processes import together
 
 SMALL = dict(train__group=4, train__lr=1e-3, train__steps=4)
 # Whole groups on each process, one of which may have none to train, and halves of one group.
@@ -38,8 +38,7 @@ def one_of_two(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shares")
-    ended = launch(one_of_two, 2, folder)
-    assert [code for code, _ in ended] == [0, 0], ended
+    together(one_of_two, 2, folder)
     return folder
 
 

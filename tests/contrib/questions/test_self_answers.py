@@ -33,7 +33,6 @@ from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.starter import lattice, scenes
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
-from flowgrpo.training import state
 from flowgrpo.training.sampling import Scorer
 from tests.helpers import loop, tiny_runs, tiny_text
 from tests.helpers import tiny_vision as tiny
@@ -68,6 +67,10 @@ def trainer(method="unirl", data=None, rewards=None, **options) -> Trainer:
 def drawn(made: Trainer, count: int = 3) -> list[Example]:
     ids = made.policy.first + torch.arange(4 * count).view(count, 4)
     return [Example(prompt, row) for prompt, row in zip(ASKED, ids)]
+
+
+def decoded(made: Trainer) -> torch.Tensor:
+    return made.policy.decode(torch.stack([each.content for each in drawn(made)]))
 
 
 def losses(made: Trainer, examples: list[Example], update: int = 0) -> torch.Tensor:
@@ -124,9 +127,8 @@ def answer_log_probs(made: Trainer, question: str, answer: str, picture: torch.T
 
 def test_the_loss_is_the_cross_entropy_of_the_right_answers():
     made = trainer("unirl_sft", {"images": 0.0})
-    examples = drawn(made)
+    examples, pictures = drawn(made), decoded(made)
     seed = answer_losses.seed_of(made.config.seed, 0, 0)
-    pictures = made.policy.decode(torch.stack([each.content for each in examples]))
     asked = sample_questions(made.method.loss.data, ASKED, pictures, random.Random(seed))
     assert [each.row for each in asked] == [0, 1, 2]
     by_hand = torch.stack([answer_log_probs(made, each.question, each.answer, pictures[each.row]) for each in asked])
@@ -203,7 +205,7 @@ def composed(**arguments):
 def test_a_runs_reward_is_the_answers_of_its_own_model():
     rewards = composed()
     made = trainer(rewards=rewards, reward={"self_answers": 1.0}, **{"eval.rewards": ["sharpness"]})
-    pictures = made.policy.decode(torch.stack([each.content for each in drawn(made)]))
+    pictures = decoded(made)
     metadata = [prompt.metadata for prompt in ASKED]
     asked = [Asked(row, each["question"], each["answer"]) for row, entry in enumerate(metadata)
              for each in entry["questions"]]
@@ -224,14 +226,12 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
 
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
     made, other = (trainer(data={"batch": 5}) for _ in range(2))
-    tiny_runs.epochs(made, 2)
-    made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
+    tiny_runs.next_epochs(made, 2)
     tiny_runs.resume(made, other, tmp_path)
     whole, resumed = made.run_epoch(), other.run_epoch()
     for key in ("data/loss", "data/accuracy", "reward/bright/mean"):
         assert whole[key] == resumed[key]
-    held = other.policy.weights.named
-    assert all(torch.equal(parameter, held[key]) for key, parameter in made.policy.weights.named.items())
+    assert tiny_runs.same(made.policy.weights.named, other.policy.weights.named)
 
 
 def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
@@ -248,7 +248,7 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch
     monkeypatch.setattr(answer_losses, "sample_questions", lambda part, prompts, pictures, dice: (
         asked_about.append([prompt.text for prompt in prompts]) or sample_questions(part, prompts, pictures, dice)))
     watch = loop.extension(made, "HeldOutAnswers")
-    pictures = made.policy.decode(torch.stack([each.content for each in drawn(made)]))
+    pictures = decoded(made)
     measured = Measured(ASKED, {"bright": [1.0, -1.0, 1.0]}, pictures)
     watch.on_base(measured, {})
     watch.on_finished(measured)

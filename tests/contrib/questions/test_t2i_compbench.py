@@ -9,16 +9,8 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.contrib.questions import t2i_compbench as t2i
 from flowgrpo.contrib.questions.phrases import count_objects, find_relation, singular
-from flowgrpo.contrib.questions.t2i_compbench import (
-    BlipVqa,
-    Owl,
-    T2ICompBench,
-    in_number,
-    in_place,
-    plain,
-    relation_score,
-)
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval.detectors import Detection
@@ -46,9 +38,9 @@ def test_counted_objects_and_dimensions():
                                       ("couch", 1), ("cherry", 4), ("box", 6), ("church", 5)]
     assert [singular(name) for name in ("pies", "tomatoes", "women", "coat racks")] == [
         "pie", "tomato", "woman", "coat rack"]
-    reward = T2ICompBench(dimension="numeracy", detector=detector)
+    reward = t2i.T2ICompBench(dimension="numeracy", detector=detector)
     assert reward(IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [0.5]
-    assert T2ICompBench(dimension="numeracy", detector=detector, threshold=0.05)(
+    assert t2i.T2ICompBench(dimension="numeracy", detector=detector, threshold=0.05)(
         IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
 
 
@@ -63,7 +55,7 @@ def test_counted_objects_and_dimensions():
     ((300, 300, 400, 400), "next to", 150 / 200), ((340, 110, 440, 210), "near", 1),  # 200 off; 10 off on one axis
 ])
 def test_places(other, words, credit):
-    assert relation_score((100, 100, 200, 200), other, words, 480) == pytest.approx(credit)
+    assert t2i.relation_score((100, 100, 200, 200), other, words, 480) == pytest.approx(credit)
 
 
 def box(label: str, score: float, left: int, top: int = 0) -> Detection:
@@ -76,7 +68,7 @@ def box(label: str, score: float, left: int, top: int = 0) -> Detection:
     ([box("dog", 0.9, 300), box("dog", 0.8, 0), box("cat", 0.6, 200)], 0),  # the surest dog counts
 ])
 def test_two_objects_in_place(seen, score):
-    assert in_place(seen, ["dog", "cat"], "on the left of", 480) == pytest.approx(score)
+    assert t2i.in_place(seen, ["dog", "cat"], "on the left of", 480) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("seen, score", [
@@ -84,7 +76,7 @@ def test_two_objects_in_place(seen, score):
     ([box("dog", 0.9, 0), box("dog", 0.8, 3), box("cat", 0.9, 300)], 0.75),  # one dog, seen twice
     ([box("dog", 0.9, 0), box("dog", 0.8, 150)], 0.5), ([box("cat", 0.9, 0), box("cat", 0.9, 150)], 0.25), ([], 0)])
 def test_numbers(seen, score):
-    assert in_number(seen, [("dog", 2), ("cat", 1)]) == score
+    assert t2i.in_number(seen, [("dog", 2), ("cat", 1)]) == score
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ def by_hand(model, tokenizer, picture: torch.Tensor, question: str) -> float:
 
 
 def test_attributes_are_the_product_over_phrases(blip):
-    reward = T2ICompBench(dimension="color", device="cpu", batch_size=2, vqa={"parts": blip, "size": 16})
+    reward = t2i.T2ICompBench(dimension="color", device="cpu", batch_size=2, vqa={"parts": blip, "size": 16})
     phrases = [["a red dog", "the big cat"], [], ["a blue cat", "a dog", "the dog"]]
     metadata = [{"noun_phrases": some} for some in phrases]
     found = rewards.score({"it": reward}, IMAGES, ["any"] * 3, metadata)[:, 0].tolist()
@@ -129,17 +121,18 @@ def test_attributes_are_the_product_over_phrases(blip):
         for phrase in some:
             expected[row] *= by_hand(*blip, IMAGES[row], f"{phrase}?")
     assert found == pytest.approx(expected, rel=1e-3) and expected[0] != pytest.approx(expected[2], rel=1e-2)
-    assert plain('The "Red" dog?') == "the red dog?"
+    assert t2i.plain('The "Red" dog?') == "the red dog?"
 
 
 def test_blip_takes_whole_images_and_common_arguments(blip):
     wide = torch.nn.functional.interpolate(IMAGES, (24, 32))
-    assert BlipVqa(parts=blip, size=32, device="cpu")(wide, ["a dog?"] * 3).shape == (3,)
+    assert t2i.BlipVqa(parts=blip, size=32, device="cpu")(wide, ["a dog?"] * 3).shape == (3,)
     with rewards.lazily():
-        reward = T2ICompBench(dtype="bf16", device="cpu:0", batch_size=3, vqa={"dtype": "fp32"}, clip={"batch_size": 4})
+        reward = t2i.T2ICompBench(dtype="bf16", device="cpu:0", batch_size=3, vqa={"dtype": "fp32"},
+                                  clip={"batch_size": 4})
     assert {name: (model.dtype, model.device, model.batch_size) for name, model in reward._models.items()} == {
         "vqa": ("fp32", "cpu:0", 3), "detector": ("bf16", "cpu:0", 3), "clip": ("bf16", "cpu:0", 4)}
-    assert set(T2ICompBench(dimension="spatial", detector=detector)._models) == {"detector"}
+    assert set(t2i.T2ICompBench(dimension="spatial", detector=detector)._models) == {"detector"}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +153,7 @@ def owl():
 
 def test_owl_detects_the_names_of_each_image(owl):
     model, processor = owl
-    both, one, none = Owl(parts=owl, least=0.0, device="cpu")(IMAGES, [["dog", "cat", "dog"], ["cat"], []])
+    both, one, none = t2i.Owl(parts=owl, least=0.0, device="cpu")(IMAGES, [["dog", "cat", "dog"], ["cat"], []])
     assert len(both) == len(one) == 4 and none == []  # 2 by 2 patches
     assert {each.label for each in both} <= {"dog", "cat"} and {each.label for each in one} == {"cat"}
     assert [each.score for each in both] == sorted((each.score for each in both), reverse=True)
@@ -172,7 +165,7 @@ def test_owl_detects_the_names_of_each_image(owl):
 
 def test_owl_takes_images_with_equally_many_names_at_once(owl):
     names = [["dog"], ["cat", "dog"], ["zebra"]]
-    at_once, single = (Owl(parts=owl, least=0.0, device="cpu", batch_size=size)(IMAGES, names) for size in (8, 1))
+    at_once, single = (t2i.Owl(parts=owl, least=0.0, device="cpu", batch_size=size)(IMAGES, names) for size in (8, 1))
     for some, others in zip(at_once, single, strict=True):
         assert [one.label for one in some] == [one.label for one in others] and len(some) == 4
         assert [value for one in some for value in (*one.box, one.score)] == pytest.approx(
@@ -183,8 +176,8 @@ def test_owl_takes_images_with_equally_many_names_at_once(owl):
 def test_models_in_half_precision_are_near_fp32(blip, owl, dtype):
     def scores(kind: str) -> tuple[list[float], list[float]]:
         models = [copy.deepcopy(parts) for parts in (blip, owl)]
-        vqa = BlipVqa(parts=models[0], size=16, device="cpu", dtype=kind)
-        seen = Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(IMAGES, [["dog"]] * 3)
+        vqa = t2i.BlipVqa(parts=models[0], size=16, device="cpu", dtype=kind)
+        seen = t2i.Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(IMAGES, [["dog"]] * 3)
         return vqa(IMAGES, ["a dog?"] * 3).tolist(), [one.score for some in seen for one in some]
     for half, full in zip(scores(dtype), scores("fp32")):
         assert half == pytest.approx(full, abs=0.05) and half != full
@@ -211,8 +204,8 @@ def counts(texts: list[str]) -> torch.Tensor:
     return torch.tensor([min(len(text.split()) / 10, 1) for text in texts])
 
 
-def whole(blip, **further) -> T2ICompBench:
-    return T2ICompBench(detector=detector, device="cpu", vqa={"parts": blip, "size": 16},
+def whole(blip, **further) -> t2i.T2ICompBench:
+    return t2i.T2ICompBench(detector=detector, device="cpu", vqa={"parts": blip, "size": 16},
                         clip={"parts": (OnlyClip(), counts)}, **further)
 
 
@@ -268,7 +261,7 @@ def test_weights_leave_between_scorings(blip, owl, tmp_path):
         for part in parts:
             part.save_pretrained(tmp_path / name)
     with rewards.lazily():
-        reward = T2ICompBench(device="cpu:0", detector=f"owl:{tmp_path}/owl", threshold=0.1,
+        reward = t2i.T2ICompBench(device="cpu:0", detector=f"owl:{tmp_path}/owl", threshold=0.1,
                               vqa={"model": str(tmp_path / "blip"), "size": 16},
                               clip={"parts": (OnlyClip(), counts)})
     functions, scores = rewards.compose({"it": WatchRule()}, None, {"it": reward}, True), []
@@ -288,10 +281,10 @@ def test_what_is_missing_is_told(monkeypatch, blip):
     monkeypatch.setitem(sys.modules, "spacy", None)
     with pytest.raises(UserError, match="no spaCy model en_core_web_sm .*: pip install spacy && python -m spacy "
                                         "download en_core_web_sm; or give each prompt the metadata noun_phrases: "):
-        T2ICompBench(detector=detector, dimension="numeracy")(IMAGES[:1], ["two dogs"], [{}])
+        t2i.T2ICompBench(detector=detector, dimension="numeracy")(IMAGES[:1], ["two dogs"], [{}])
     with pytest.raises(UserError, match="has noun_phrases 'dogs': expected a list of strings"):
         whole(blip)(IMAGES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
     with pytest.raises(UserError, match="dimension is 'colour', expected color, shape, texture, spatial"):
         rewards.find("t2i_compbench", {"dimension": "colour"})
     with pytest.raises(UserError, match=r"detector owl: /no/folder cannot be loaded .*\{detector: 'owl:FOLDER'\}"):
-        T2ICompBench(detector="owl:/no/folder", dimension="spatial")
+        t2i.T2ICompBench(detector="owl:/no/folder", dimension="spatial")

@@ -10,7 +10,7 @@ import torch
 from flowgrpo.contrib.staleness.extension import Staleness, behaviour_weights
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.objectives import Clip
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.text.samplers import importance
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling, state
@@ -35,6 +35,11 @@ def trainer(kind: str, staleness: int = 0, rewards=None, **options):
     return tiny_text.trainer(rewards=rewards or {"short": length}, **usual | options)
 
 
+def waiting(made) -> list[int]:
+    """The epochs that are drawn ahead."""
+    return [drawn.epoch for drawn in loop.extension(made, "Staleness").queue]
+
+
 # --- the loss --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("proximal, behaviour, now, advantage, loss, slope", [
     (0.30, 0.20, 0.30, 2.0, -3.0, -3.0),  # weight 1.5, ratio 1: -1.5 * 2
@@ -53,9 +58,7 @@ def test_the_decoupled_loss_by_hand(proximal, behaviour, now, advantage, loss, s
     value.backward()
     assert value.item() == pytest.approx(loss, abs=1e-5)
     assert log_ratio.grad.item() == pytest.approx(slope, abs=1e-5)
-
-
-def test_weights_where_nothing_counts_are_1():
+    # Where nothing counts weights are 1.
     weights = behaviour_weights(torch.tensor([[9.0, 0.0, math.log(2.0)]]), torch.tensor([[False, True, True]]), 3.0)
     assert weights.tolist() == [pytest.approx([1.0, 1.0, 2.0])]
 
@@ -65,8 +68,8 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
     made = trainer(kind, 1)
     first = made.run_epoch()
     assert first["staleness/epochs"] == 0 and first["staleness/weight"] == 1
-    [waiting] = loop.extension(made, "Staleness").queue
-    drew = [taken.old.logp.clone() for part in waiting.parts for taken in part.transitions]
+    [ahead] = loop.extension(made, "Staleness").queue
+    drew = [taken.old.logp.clone() for part in ahead.parts for taken in part.transitions]
     made.epoch, seen, backward = 1, [], made.backward
     def spied(epoch, part, *rest):
         for k, taken in enumerate(part.transitions):
@@ -115,11 +118,10 @@ def test_epochs_are_as_stale_as_the_bound():
 def test_a_run_that_goes_on_at_a_later_epoch_drops_earlier_samples():
     made = trainer("text", 1)
     made.run_epoch()
-    assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [1]
+    assert waiting(made) == [1]
     made.epoch = 2
     made.run_epoch()
-    assert loop.extension(made, "Staleness").current.epoch == 2
-    assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [3]
+    assert loop.extension(made, "Staleness").current.epoch == 2 and waiting(made) == [3]
 
 
 def test_an_epoch_is_scored_while_the_next_one_is_sampled():
@@ -150,8 +152,8 @@ def test_an_evaluation_waits_for_the_rewards_of_all_drawn_epochs(every):
     made = trainer("text", 1, {"short": slow}, eval__every=every)
     found = []
     def examined(epoch):
-        [waiting] = loop.extension(made, "Staleness").queue
-        found.append(all(future.done() for future in waiting.pending))
+        [ahead] = loop.extension(made, "Staleness").queue
+        found.append(all(future.done() for future in ahead.pending))
         learning.set()
     loop.watch(made, on_drawn=examined)
     made.run_epoch()
@@ -202,7 +204,7 @@ def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
     made, other = trainer(kind, 2), trainer(kind, 2)
     next_epochs(made, 2)
     tiny_runs.resume(made, other, tmp_path)
-    assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [2, 3]
+    assert waiting(other) == [2, 3]
     for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == two and one["staleness/epochs"] == 2
     assert_same_weights(made, other)
@@ -227,7 +229,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
     free.set()
     other = trainer("text", 1)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
-    assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [1]
+    assert waiting(other) == [1]
     expected = next_epochs(whole, 4)[1:]
     assert next_epochs(other, 3) == expected
     assert_same_weights(other, whole)
@@ -246,10 +248,10 @@ def test_what_cannot_be_drawn_ahead_is_refused(options, named):
 @pytest.mark.parametrize("reward", [lambda images, prompts, metadata, memory: [], lambda images, prompts, epoch: [],
                                     lambda images, prompts, policy: []])
 def test_rewards_that_follow_the_run_are_refused(reward):
-    settings = tiny.config(train__staleness=1)
-    with pytest.raises(UserError, match="the reward 'memory', which re"):
-        require(Staleness, loop.setup(settings, "pipeline", rewards={"memory": reward}))
-    require(Staleness, loop.setup(settings, "pipeline", rewards={"red": tiny.red}))
+    red, follows = (loop.setup(tiny.config(train__staleness=1), "pipeline", rewards={"memory": each})
+                    for each in (tiny.red, reward))
+    require(Staleness, red)
+    assert "the reward 'memory', which re" in message(require, Staleness, follows)
 
 
 def first_digit(completions, prompts):
@@ -375,8 +377,8 @@ def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
     made, other = partial_trainer(), partial_trainer()
     next_epochs(made, 2)
     tiny_runs.resume(made, other, tmp_path)
-    [(_, waiting)] = loop.extension(other, "Staleness").pool.groups
-    assert not waiting.whole and 0 < waiting.lengths.min()
+    [(_, group)] = loop.extension(other, "Staleness").pool.groups
+    assert not group.whole and 0 < group.lengths.min()
     assert next_epochs(made, 2) == next_epochs(other, 2)
     assert made.progress.saved_counters == other.progress.saved_counters
     assert_same_weights(made, other)

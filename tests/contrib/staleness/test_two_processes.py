@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.training import state
-from tests.distributed.test_split_groups import launch
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
+from tests.helpers.processes import together
 
 EPOCHS = 4
 SMALL = dict(train__group=4, train__lr=1e-2, train__steps=4, train__epochs=EPOCHS, train__prompts=2,
@@ -41,13 +40,8 @@ def trainer(case: str, rewards=None, **options):
 
 def epochs(made, count: int = EPOCHS) -> list[dict]:
     """The metrics of the next epochs that do not tell of time or memory."""
-    found = []
-    for made.epoch in range(made.epoch, made.epoch + count):
-        found.append({key: value for key, value in made.run_epoch().items() if isinstance(value, (int, float)) and not
-                      key.startswith(("seconds", "memory", "mfu"))})
-    made.epoch += 1
-    made.progress.saved_counters = state.counters(made)
-    return found
+    return [{key: value for key, value in line.items() if isinstance(value, (int, float)) and not
+             key.startswith(("seconds", "memory", "mfu"))} for line in tiny_runs.next_epochs(made, count)]
 
 
 def one_of_two(folder: Path) -> None:
@@ -56,10 +50,9 @@ def one_of_two(folder: Path) -> None:
     for case in CASES:
         made = trainer(case)
         metrics = epochs(made)
-        place = f"{case}{processes.rank}"
-        save_file(made.policy.weights.snapshot(), folder / f"{place}.safetensors")
+        save_file(made.policy.weights.snapshot(), folder / f"{case}{processes.rank}.safetensors")
         found = {"metrics": metrics, "sampled": made.progress.sampled}
-        (folder / f"{place}.json").write_text(json.dumps(found))
+        (folder / f"{case}{processes.rank}.json").write_text(json.dumps(found))
     resumed(folder, processes)
     (folder / f"failed{processes.rank}").write_text(failed(processes))
     processes.wait()
@@ -69,8 +62,7 @@ def resumed(folder: Path, processes: Processes) -> None:
     """Go on from a checkpoint of two epochs: what was drawn ahead is drawn anew."""
     made, other = trainer("whole"), trainer("whole")
     epochs(made, 2)
-    state.save(made, folder / "resumed")
-    state.restore(other, folder / "resumed" / "checkpoints" / "epoch-00002")
+    tiny_runs.resume(made, other, folder / "resumed")
     assert len(loop.extension(made, "Staleness").queue) == 1 and not loop.extension(other, "Staleness").queue
     ages = [found["staleness/epochs"] for found in epochs(other, 2)]
     (folder / f"ages{processes.rank}.json").write_text(json.dumps(ages))
@@ -97,8 +89,7 @@ def failed(processes: Processes) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
-    ended = launch(one_of_two, 2, folder)
-    assert [code for code, _ in ended] == [0, 0], ended
+    together(one_of_two, 2, folder)
     return folder
 
 

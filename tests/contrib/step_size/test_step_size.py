@@ -208,8 +208,8 @@ def calibrated(start: float, floor: float = 0.0, decay: float = 0.01, reach: flo
 def test_relative_change_of_a_linear_velocity_is_that_of_its_weight():
     toy = Linear()
     toy.step(0.01)
-    before, after = [toy.x @ toy.before.T], [toy.x @ toy.weight.T]
-    change, was = signals.Velocity.sums(before, after)
+    before = [toy.x @ toy.before.T]
+    change, was = signals.Velocity.sums(before, [toy.x @ toy.weight.T])
     assert math.sqrt(change / was) == pytest.approx(toy.exact(), rel=1e-12)
     assert signals.Velocity.sums(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
 
@@ -257,15 +257,13 @@ def test_starting_rates_end_alike_and_no_sample_is_lost():
 @pytest.mark.parametrize("floor", [0.002, 0.008, 0.03])
 def test_the_floor_of_rounding_is_measured_and_hardly_moves_the_rate(floor):
     """A step of 0.015 is read at 0.12, to which 0.03 of rounding adds 3 %."""
-    clean, _, _ = calibrated(1e-4, decay=0.0)
-    noisy, found, _ = calibrated(1e-4, floor, decay=0.0)
-    assert found.floor == pytest.approx(floor, rel=0.02)
-    assert noisy == pytest.approx(clean, rel=0.05)
+    (clean, *_), (noisy, found, _) = (calibrated(1e-4, of, decay=0.0) for of in (0.0, floor))
+    assert found.floor == pytest.approx(floor, rel=0.02) and noisy == pytest.approx(clean, rel=0.05)
 
 
 def test_floors_and_flattening_signals():
-    clean, _, _ = calibrated(1e-4, decay=0.0)
-    assert calibrated(1e-4, 0.014, decay=0.0, reach=1.0)[0] < 0.6 * clean
+    (clean, *_), (near, *_) = calibrated(1e-4, decay=0.0), calibrated(1e-4, 0.014, decay=0.0, reach=1.0)
+    assert near < 0.6 * clean
     for floor, refused in ((0.05, False), (0.07, True)):
         toy, found = Linear(floor), extension.Calibration(0.015, 12, 8.0)
         toy.step(1e-3)
@@ -310,6 +308,10 @@ def test_spikes_infinite_and_idle_steps():
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
     factor, signal = extension.step_factor(measure, 0.015)
     assert signal == measure(factor) == pytest.approx(0.015, rel=0.25)
+    # Between a small signal and an infinite one, or none and a large one, the geometric mean is tried.
+    assert extension._crossing((0.01, 0.001), (1.0, math.inf), 0.015) == pytest.approx(0.1)
+    assert extension._crossing((0.01, 0.0), (1.0, 0.1), 0.015) == pytest.approx(0.1)
+    assert extension._crossing((0.5, 0.01), (2.0, 0.04), 0.02) == pytest.approx(1.0)
     found = extension.Calibration(0.015, 12)
     found(lambda factor: 0.0, 1.0, 1e-3)
     assert 1e-3 * found.scale == pytest.approx(extension.HIGHEST)
@@ -330,12 +332,6 @@ def test_a_signal_that_is_a_power_of_the_step_is_sized_in_a_few_tries(power, tri
     assert signal == pytest.approx(0.015, rel=0.25) and factor == factors[-1]
     if power > 1:  # interpolation in logarithms is exact
         assert factor == pytest.approx(3 ** (-1 / power))
-
-
-def test_between_a_small_signal_and_an_infinite_one_the_geometric_mean_is_tried():
-    assert extension._crossing((0.01, 0.001), (1.0, math.inf), 0.015) == pytest.approx(0.1)
-    assert extension._crossing((0.01, 0.0), (1.0, 0.1), 0.015) == pytest.approx(0.1)
-    assert extension._crossing((0.5, 0.01), (2.0, 0.04), 0.02) == pytest.approx(1.0)
 
 
 def ran(kind: str, rate: float, seed: int = 0, **came) -> dict:

@@ -30,6 +30,10 @@ def believed(votes, blocks=(6,), **options):
     return belief
 
 
+def right(head, votes) -> int:
+    return sum(int(head(features).argmax()) == target.index(1.0) for features, target in votes)
+
+
 def test_a_vote_on_a_pair_by_hand():
     """The mode of log sigmoid(w) - w^2 / 2 v solves w = v (1 - sigmoid(w)); the variance there is 1 / (1 / v + p q)."""
     belief = Belief(UNIT, [1], deviations=[1.5], half_lives=[math.inf])
@@ -104,21 +108,15 @@ def test_predictions_do_not_go_by_what_comes_later(width):
 def test_a_taste_is_learned(width):
     generator = torch.Generator().manual_seed(1)
     belief = believed(of_taste(120, generator, width), [width])
-    head, unseen = belief.head(), of_taste(200, generator, width)
-    right = sum(int(head(features).argmax()) == target.index(1.0) for features, target in unseen)
-    assert right > (170 if width == 6 else 80)  # 50 by chance
+    assert right(belief.head(), of_taste(200, generator, width)) > (170 if width == 6 else 80)  # 50 by chance
     assert belief.convinced or width == 300
 
 
 def test_a_block_of_few_features_is_seen_beside_one_of_many():
-    generator = torch.Generator().manual_seed(2)
-    drawn = torch.randn(260, 4, 302, generator=generator)
+    drawn = torch.randn(260, 4, 302, generator=torch.Generator().manual_seed(2))
     votes = [best(z, int(z[:, 301].argmax())) for z in drawn]
-    right = []
-    for blocks in ([300, 2], [302]):
-        head = believed(votes[:60], blocks).head()
-        right.append(sum(int(head(features).argmax()) == target.index(1.0) for features, target in votes[60:]))
-    assert right[0] > right[1] + 50
+    two, one = (right(believed(votes[:60], blocks).head(), votes[60:]) for blocks in ([300, 2], [302]))
+    assert two > one + 50
 
 
 def test_a_mind_that_changes_is_followed():

@@ -1,6 +1,5 @@
 """The loop between the clicks on a tiny model: what is trained, resume after a stop, the head as a reward's folder."""
 
-import json
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
-from tests.helpers.tiny_runs import assert_same_weights
+from tests.helpers.tiny_runs import assert_same_weights, lines
 
 
 class Scripted(LiveBallot):
@@ -85,11 +84,9 @@ def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path)
     assert sat(parted, 1) == 0 and sat(parted, 5, resume=True) == 2 and sat(parted, 10, resume=True) == 4
     assert (whole.folder / VOTES).read_text() == (parted.folder / VOTES).read_text()
     assert_same_weights(weights_of(whole), weights_of(parted))
-    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
-    again = [json.loads(line) for line in (parted.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in again] and len(lines) == 8
-    assert lines[-1]["taste/votes"] <= 8
-    assert all(line["taste/evidence"] >= 1 for line in lines)
+    ran, again = lines(whole.folder), lines(parted.folder)
+    assert [line["loss"] for line in ran] == [line["loss"] for line in again] and len(ran) == 8
+    assert ran[-1]["taste/votes"] <= 8 and all(line["taste/evidence"] >= 1 for line in ran)
 
 
 def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_path):
@@ -140,14 +137,14 @@ def test_images_beyond_the_limits_bring_the_last_good_weights_back(model, tmp_pa
     limits = {"eval__every": 1, "guard__edge_width": 1 + 1e-9, "guard__diversity": 1 - 1e-9}
     of = config(model, tmp_path, **limits)
     assert sat(of, 4) == 2 and sat(of, 7, resume=True) == 3
-    lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
-    returns = [0, *(line["guard/returns"] for line in lines)]
+    ran = lines(of.folder)
+    returns = [0, *(line["guard/returns"] for line in ran)]
     returned = [now - before for before, now in zip(returns, returns[1:])]
-    assert len(lines) == 6 and {*returned} <= {0, 1} and returned[0] == 1 and sum(returned) > 1
+    assert len(ran) == 6 and {*returned} <= {0, 1} and returned[0] == 1 and sum(returned) > 1
     weights = weights_of(of)
     assert any("lora_B" in key for key in weights)
     assert all(not weights[key].any() for key in weights if "lora_B" in key) == returned[-1]
-    assert all(line["grad_norm"] > 0 and line["held_out/taste"] is None for line in lines)  # nobody votes on these
+    assert all(line["grad_norm"] > 0 and line["held_out/taste"] is None for line in ran)  # nobody votes on these
 
 
 def test_the_limits_are_on_by_default(model, tmp_path, monkeypatch):
@@ -215,20 +212,13 @@ def test_other_models_by_the_defaults_of_the_command(name, make, call, model, tm
              "eval.prompts": 2, "eval.grid": 1}
     of = session.session_config(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
     assert sat(of, 4) == 2
-    lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines)
+    assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines(of.folder))
     session.finish(of, VoteLog(of.folder / VOTES), 4)
     trained = load_file(of.folder / "pytorch_lora_weights.safetensors")
     for file in export.lora(of.folder, tmp_path / "lora.safetensors"):
         written = load_file(file)
         assert written and all(value.isfinite().all() for value in written.values())
     assert any(value.any() for key, value in trained.items() if "lora_B" in key or "lora.up" in key)
-
-
-def test_a_session_without_a_whole_batch_leaves_its_votes(model, tmp_path):
-    of = config(model, tmp_path)
-    assert sat(of, 1) == 0 and session.finish(of, VoteLog(of.folder / VOTES), 0) == {}
-    assert (of.folder / session.PAIRS).is_file() and len(VoteLog(of.folder / VOTES).votes) == 1
 
 
 def test_what_votes_do_not_go_with(model, tmp_path):
@@ -296,6 +286,7 @@ def test_what_is_said_of_sessions_that_chose_nothing_or_ended_early(model, tmp_p
     assert "since no image was chosen: --output" in session.sentences(of.folder, log, None, {})[1]
     monkeypatch.undo()
     early = config(model, tmp_path / "early")
-    assert sat(early, 1) == 0
+    assert sat(early, 1) == 0 and session.finish(early, VoteLog(early.folder / VOTES), 0) == {}
+    assert (early.folder / session.PAIRS).is_file() and len(VoteLog(early.folder / VOTES).votes) == 1
     said = session.sentences(early.folder, VoteLog(early.folder / VOTES), None, {})
     assert said[0].startswith("1 click, ") and "since no " in said[1]

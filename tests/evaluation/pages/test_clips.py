@@ -36,8 +36,7 @@ def test_strips_and_moments():
     assert moving([picture]) == [] and moving([picture, clip(*GREYS)]) == [0, 0.25, 0.5, 0.75, 1]
     assert moving([clip(0.5)]) == [0] and len(moving([long])) == MOMENTS
     assert torch.equal(still(picture, 0.7), picture)
-    shown = [round(still(long, at)[0, 0, 0].item() * 255) for at in (0, 0.5, 1)]
-    assert shown == [0, 40, 80]
+    assert [round(still(long, at)[0, 0, 0].item() * 255) for at in (0, 0.5, 1)] == [0, 40, 80]
 
 
 @pytest.mark.parametrize("frames, shown", [(1, [0]), (2, [0, 1]), (5, [0, 1, 2, 3, 4]), (81, [0, 20, 40, 60, 80])])

@@ -70,7 +70,7 @@ def read(text: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
+def test_the_metrics_in_the_file_a_line_that_waits_and_a_slider_of_every_measurement_in_order(tmp_path):
     run = make_run(tmp_path / "run")
     found = read(report.write(run).read_text())["metrics"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -80,6 +80,10 @@ def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 5, "lo')
     assert report.data(run)["metrics"]["epoch"] == [1, 2, 3, 4]
+    assert [stage["label"] for stage in report.data(run)["stages"]] == [
+        "before training", "epoch 2", "epoch 4", "after training"]
+    (run / "report" / "after.json").unlink()
+    assert [stage["label"] for stage in report.data(run)["stages"]] == ["before training", "epoch 2", "epoch 4"]
 
 
 @pytest.mark.parametrize("file, text, told", [
@@ -112,14 +116,6 @@ def test_foreign_text_is_no_markup_and_nothing_is_loaded(tmp_path):
     assert re.search(r'Content-Security-Policy" content="default-src \'none\'; img-src data:;', text)
     assert "connect-src" not in text and "<html lang=\"en\">" in text
     assert not re.search(r"<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|src=\"", text)
-
-
-def test_the_slider_has_every_measurement_in_order(tmp_path):
-    run = make_run(tmp_path / "run")
-    assert [stage["label"] for stage in report.data(run)["stages"]] == [
-        "before training", "epoch 2", "epoch 4", "after training"]
-    (run / "report" / "after.json").unlink()
-    assert [stage["label"] for stage in report.data(run)["stages"]] == ["before training", "epoch 2", "epoch 4"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 100])
@@ -268,7 +264,7 @@ def test_of_several_rewards_those_are_named_that_holm_leaves():
 def test_a_run_without_an_eval_only_reward_says_how_to_add_one(sample, other):
     config, found = judged({"a": LOW}, {"a": HIGH}, {"a": 1.0})
     told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True,
-                             nouns=verdict.Nouns(sample))
+                             sample=sample)
     assert {"tone": "plain", "text": "No reward was eval-only, that is measured and not trained on, so reward hacking, "
             f"in which a score rises and the {sample}s get worse, would not show in these numbers: add one to the next "
             f"run's eval.rewards, such as {other}, and look at the {sample}s."} in told
@@ -430,23 +426,15 @@ def test_live_it_follows_the_run(served):
     assert status == 200 and json.loads(text)["metrics"]["epoch"] == [1, 2, 3, 4, 5]
 
 
-def test_live_it_gives_nothing_else_and_answers_no_other_host(served):
+def test_live_it_gives_nothing_else_answers_no_other_host_and_tells_of_a_taken_port(served):
     for path in ("/config.yaml", "/../config.yaml", "//etc/passwd", "/report/before.json", "/?x"):
         assert ask(served[1], path)[0] in (400, 404), path
     others = "evil.example:80", "localhost@evil.example", "127.0.0.1.evil.example", "[localhost", "localhost:x", ""
     for host in others:
         assert ask(served[1], "/", Host=host)[0] == 403, host
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
-
-
-def test_live_a_file_replaced_at_the_same_size_and_time_is_seen(served):
-    run, address = served
-    version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
-    before, other = file.stat(), run / "other"
-    other.write_bytes(file.read_bytes())
-    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    other.replace(file)
-    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
+    with pytest.raises(UserError, match=f"port {served[1][1]} cannot be used .*--port"):
+        server(served[0], served[1][1])
 
 
 @pytest.mark.parametrize("line, notice", [
@@ -478,7 +466,7 @@ def test_live_a_deleted_folder_is_shown_and_the_server_goes_on(served):
     assert status == 200 and json.loads(text)["notice"] is None
 
 
-def test_live_a_file_written_after_the_clock_went_back_is_seen(served):
+def test_live_a_file_replaced_at_the_same_size_and_time_or_written_after_the_clock_went_back_is_seen(served):
     run, address = served
     version = json.loads(ask(address, "/data.json")[1])["version"]
     before = (run / "metrics.jsonl").stat()
@@ -492,6 +480,12 @@ def test_live_a_file_written_after_the_clock_went_back_is_seen(served):
     os.utime(run / "metrics.jsonl", (before.st_atime - 7200, before.st_mtime - 7200))
     assert (run / "metrics.jsonl").stat().st_size == size
     assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
+    version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
+    before, other = file.stat(), run / "other"
+    other.write_bytes(file.read_bytes())
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
 
 
 def test_live_a_fault_of_one_request_is_answered(served, monkeypatch):
@@ -499,11 +493,6 @@ def test_live_a_fault_of_one_request_is_answered(served, monkeypatch):
     assert ask(served[1], "/data.json") == (500, "internal error (ZeroDivisionError)")
     monkeypatch.undo()
     assert ask(served[1], "/data.json")[0] == 200
-
-
-def test_a_taken_port_is_told(served):
-    with pytest.raises(UserError, match=f"port {served[1][1]} cannot be used .*--port"):
-        server(served[0], served[1][1])
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -59,11 +59,19 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     assert not said or told[0] in shown[:2]
 
 
-def test_the_last_error_of_a_reward_without_scores_is_the_cause():
+def test_causes_of_last_errors_earlier_lines_and_weight_0():
     config = validate({"reward": {"a": 1.0, "b": 1.0}})
     [told] = outcome(config, [line(1, 0, a=NONE, b=GROUPS)], {"a": "reward 'a': down", "b": "once"}).sentences
     assert told.startswith("Nothing was trained in 1 epoch: a gave no score (its last error: reward 'a': down) and b "
                            "gave all samples of a prompt the same score. ")
+    config = validate({"reward": {"a": 0.0, "b": 1.0}})
+    assert outcome(config, [line(1, 0, a=VARIES, b=HALF)]).sentences[0].startswith(
+        "Nothing was trained in 1 epoch: b gave every sample 0.5.")
+    known = [{key: value for key, value in line(1, a=VARIES).items() if key != "trained_updates"} | {"grad_norm": norm}
+             for norm in (0.0, 0.1, None)]
+    assert [outcome(validate({"reward": "a"}), [each]).nothing for each in known] == [True, False, False]
+    assert untrained_lines({}) == [] and untrained_lines({"trained": {"said": ["so"]}}) == ["so"]
+    assert "summary.json: trained is 5, expected a list under `said`" in message(untrained_lines, {"trained": 5})
 
 
 @pytest.mark.parametrize("lines, goal", [
@@ -74,17 +82,6 @@ def test_a_run_was_not_trained_on_a_reward_that_never_gave_a_score(lines, goal):
     config = validate({"reward": {"a": 1.0, "b": 1.0}})
     shown = " ".join(each["text"] for each in sentences(config, lines, [], {}, True))
     assert f" trained on {goal} with " in shown
-
-
-def test_causes_of_earlier_lines_and_of_weight_0():
-    config = validate({"reward": {"a": 0.0, "b": 1.0}})
-    assert outcome(config, [line(1, 0, a=VARIES, b=HALF)]).sentences[0].startswith(
-        "Nothing was trained in 1 epoch: b gave every sample 0.5.")
-    known = [{key: value for key, value in line(1, a=VARIES).items() if key != "trained_updates"} | {"grad_norm": norm}
-             for norm in (0.0, 0.1, None)]
-    assert [outcome(validate({"reward": "a"}), [each]).nothing for each in known] == [True, False, False]
-    assert untrained_lines({}) == [] and untrained_lines({"trained": {"said": ["so"]}}) == ["so"]
-    assert "summary.json: trained is 5, expected a list under `said`" in message(untrained_lines, {"trained": 5})
 
 
 NOISE = [0.01, -0.01]
@@ -149,8 +146,7 @@ ENDED = {"clip_fraction": 0.0, "log_ratio_max": 0.0, "grad_norm": 1e-9, "diversi
 def test_a_run_whose_prompts_are_solved_has_no_symptom_but_that(mean, weight, zero, known, found):
     """Rewards stay, the policy does too, and gradients vanish: at the ceiling that is the end, elsewhere a fault."""
     config = validate({"reward": {"a": weight}, "train": {"updates": 2, "prompts": 4}})
-    begun = [{"epoch": 1, "grad_norm": 5.0}]
-    metrics = begun + [one | ENDED for one in lines([mean] * (FLAT - 1), zero=zero)]
+    metrics = [{"epoch": 1, "grad_norm": 5.0}] + [one | ENDED for one in lines([mean] * (FLAT - 1), zero=zero)]
     metrics[0] |= {"reward/a/mean": mean}
     told = of_run(config, metrics, 1e-4, {"a": known})
     assert [*told] == found

@@ -106,8 +106,7 @@ def test_other_paddings_are_recognised(together):
 def test_with_all_prompts_on_disk_no_encoder_runs(tmp_path):
     for run in range(2):
         live = qwen()
-        counted = []
-        live.pipe.text_encoder.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        counted = encoder_rows(live)
         encoded = PromptCache(live, tmp_path)(["ab", "three small green frogs"], ["", ""])
         assert encoded.masks and encoded.rows(torch.arange(2)).calls[0][1].shape[0] == 2 and bool(counted) == (run == 0)
 
@@ -115,28 +114,21 @@ def test_with_all_prompts_on_disk_no_encoder_runs(tmp_path):
 def encoder_rows(live):
     """Counts the rows that go through the first text encoder from now on."""
     counted = []
-    live.pipe.text_encoder.register_forward_hook(lambda _module, _inputs, output: counted.append(len(output[0])))
+    live.pipe.text_encoder.register_forward_hook(
+        lambda _module, given, options, _output: counted.append(len(given[0] if given else options["input_ids"])),
+        with_kwargs=True)
     return counted
 
 
-def test_each_prompt_is_encoded_once():
-    live = policy()
-    live.encode(["warm"], [""])  # finds out which values have a row per prompt
-    encoder, counted = PromptCache(live), encoder_rows(live)
-    encoder(["a", "b", "a"], ["", "", ""])
-    encoder(["b"], [""])
-    assert counted == [1, 1] * 2  # two prompts, each with its negative
-
-
-def test_each_prompt_of_another_length_is_encoded_once():
-    live = qwen()
+@pytest.mark.parametrize("make, prompts", [
+    (policy, ["a", "b", "a"]), (qwen, ["a", "three small green frogs", "a"])])  # of one length, and of others
+def test_each_prompt_is_encoded_once(make, prompts):
+    live = make()
     encoder = PromptCache(live)
-    encoder(["warm", "a longer one"], ["", ""])  # finds out how prompts are padded
-    counted = []
-    live.pipe.text_encoder.register_forward_hook(lambda _module, _inputs, kwargs, output: counted.append(
-        len(kwargs["input_ids"])), with_kwargs=True)
+    encoder(["warm", "a longer one"], ["", ""])  # finds out which values have a row per prompt, and how they are padded
+    counted = encoder_rows(live)
     for _ in range(2):
-        encoder(["a", "three small green frogs", "a"], ["", "", ""])
+        encoder(prompts, ["", "", ""])
     assert counted == [1, 1] * 2  # two prompts, each with its negative
 
 

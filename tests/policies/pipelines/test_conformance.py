@@ -32,7 +32,7 @@ from flowgrpo.tools.check import report, tiny
 from flowgrpo.tools.check.tiny import derived
 from scripts.docs.build_pipelines import live
 from tests.helpers.refusals import message
-from tests.helpers.tiny import UNFIT
+from tests.helpers.tiny import UNFIT, stir
 
 # Of those with the parts of others (test_derived.py) only some: ways of guidance, sound, a timestep ahead.
 DERIVED = {f"{name}ModularPipeline" for name in ("Flux3Distilled", "LTX2", "QwenImage")}
@@ -85,13 +85,8 @@ class Case:
         if self.precision != "fp32":
             pipe.to(DTYPES[self.precision])
         torch.manual_seed(0)
-        policy = PipelinePolicy(pipe, Adapter(rank=2, alpha=7.0), guidance=GUIDANCE, call=call,
-                                precision=self.precision)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in policy.weights.parameters():
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        return policy
+        return stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=7.0), guidance=GUIDANCE, call=call,
+                                   precision=self.precision), 0.2)
 
     @cached_property
     def conditioning(self):
@@ -109,6 +104,13 @@ class Case:
     def state(self) -> torch.Tensor:
         """The state of both prompts after one deterministic step."""
         return self.run(range(1))[0]
+
+    def explored(self, kernel):
+        """A part of four independent samples that records both steps but the last."""
+        grid, timesteps = self.grid
+        plan = RolloutSpec(grid, Schedule((0, 1), (0, 1)), kernel, Euler(), 2, roots=2, timesteps=timesteps)
+        [part] = explore(self.policy, self.conditioning, [plan], 4, seeder(0, 0))
+        return part
 
     def run(self, steps: range, x=None, x0=None):
         grid, timesteps = self.grid
@@ -142,11 +144,9 @@ def case(request):
 @pytest.mark.parametrize("guidance", [pytest.param(GUIDANCE, marks=pytest.mark.fast), 1.0])
 def test_a_replay_sees_what_the_rollout_saw(case, guidance):
     policy, kernel = case.policy, Remembering(case.kernel)
-    grid, timesteps = case.grid
-    plan = RolloutSpec(grid, Schedule((0, 1), (0, 1)), kernel, Euler(), 2, roots=2, timesteps=timesteps)
     policy.guidance = guidance
     try:
-        [part] = explore(policy, case.conditioning, [plan], 4, seeder(0, 0))
+        part = case.explored(kernel)
         sampled, kernel.outputs = kernel.outputs, []
         scores = list(replay(policy, case.conditioning, part, 4))
     finally:
@@ -168,10 +168,8 @@ def test_fused_norms_change_rounding_alone_and_replay_exactly(name, precision):
         expected = stock.output()
         limit = 1e-5 * max(1.0, expected.abs().max().item())
         torch.testing.assert_close(fused.output(stock.state), expected, rtol=0, atol=limit)
-    policy, (grid, timesteps) = fused.policy, fused.grid
-    plan = RolloutSpec(grid, Schedule((0, 1), (0, 1)), fused.kernel, Euler(), 2, roots=2, timesteps=timesteps)
-    [part] = explore(policy, fused.conditioning, [plan], 4, seeder(0, 0))
-    for k, rows, new in replay(policy, fused.conditioning, part, 4):
+    part = fused.explored(fused.kernel)
+    for k, rows, new in replay(fused.policy, fused.conditioning, part, 4):
         assert new.logp.requires_grad
         assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
 

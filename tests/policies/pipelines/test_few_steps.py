@@ -1,12 +1,12 @@
 """Models of few steps: known by tiny instances of each class, by files and by names; defaults that fit."""
 
 import json
+import re
 
 import pytest
 
 from flowgrpo.config import Config, validate
 from flowgrpo.config.sections import Load
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.samplers import call_arguments
 from flowgrpo.methods import validate as methods
 from flowgrpo.policies import options
@@ -15,6 +15,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.parts import flux_transformer
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 
 def turbo(name, scheduler=None, **options):
@@ -135,5 +136,4 @@ def test_another_scheduler_is_read_with_the_models_configuration(tmp_path):
     assert options.fitting(Config(model=model, load=trailing))[0].method == "ddpo"
     for keys, told in (({"class": "Nothing"}, "class is 'Nothing', expected a scheduler of diffusers"),
                        ({"timestep_space": "x"}, "EulerDiscreteScheduler has no 'timestep_space': did you mean")):
-        with pytest.raises(UserError, match=told):
-            load_pipeline(model, files=Load(scheduler=keys))
+        assert re.search(told, message(load_pipeline, model, files=Load(scheduler=keys)))

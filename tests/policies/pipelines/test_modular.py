@@ -10,7 +10,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import modular
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video
-from flowgrpo.policies.pipelines.load import load_pipeline, modality_ahead, skeleton
+from flowgrpo.policies.pipelines.load import load_pipeline, skeleton
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Segment
@@ -45,7 +45,8 @@ def saved(tmp_path_factory):
 
 def test_a_folder_is_loaded_and_known_before(saved):
     folder, expected, call = saved
-    assert build.kind(Config(model=str(folder))) == build.PIPELINE and modality_ahead(str(folder)) == "image"
+    config = Config(model=str(folder))
+    assert build.kind(config) == build.PIPELINE and build.modality_ahead(config) == "image"
     cls, modules = skeleton(str(folder))
     assert cls.__name__ == NAME and {"transformer", "text_encoder"} == modules.keys()
     assert torch.equal(drawn(load_pipeline(str(folder)), call), expected)

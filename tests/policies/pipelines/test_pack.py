@@ -7,31 +7,31 @@ import torch
 from diffusers import DDIMScheduler
 
 from flowgrpo.config.sections import Memory
-from flowgrpo.errors import UserError
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies.pipelines.probes import copies
 from flowgrpo.samplers.grids import make_grid, shift_grid
 from flowgrpo.samplers.growth import explore, replay, rescore
 from flowgrpo.samplers.kernels import Euler, FlowSDE
-from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.unets import lcm
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats, merge_steps
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny
+from tests.helpers.refusals import message
+from tests.samplers.test_rollout import BINARY, largest_log_ratio
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
 PIPELINES = {"sd3": tiny.sd3, "flux": tiny.flux, "sd15": tiny.sd15, "v_prediction": lambda: tiny.sd15(DDIM_V),
              "consistency": lambda: tiny.sd15(lcm())}
-EVERY = (0, 1, 2, 3, 4)
-TREE = Schedule(EVERY, EVERY, children=(2, 1, 2, 1, 1))  # 1, 2, 2, 4 and 4 states of a prompt
 
 
 def grown(policy, micro_batch: int = 24, **options):
-    """Three prompts' trees in one part, or the first of several, and their conditioning."""
+    """Three prompts' trees in one part, or the first of several, and their conditioning: 1, 2, 2, 4 and 4 states."""
     conditioning = policy.encode(["red", "blue", "green"])
-    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, **options)
+    plan = RolloutSpec(shift_grid(6, 3.0), BINARY, FlowSDE(0.7), Euler(), 4, **options)
     return next(explore(policy, conditioning, [plan], micro_batch, seeder(0, 0))), conditioning
 
 
@@ -62,7 +62,6 @@ def tree(policy):
     return grown(policy, keep_means=True)
 
 
-# --- which pipelines -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
@@ -71,9 +70,8 @@ def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
     before = policy.evaluations
     assert policy.vector(conditioning) and policy.evaluations == before
     grid, timesteps = make_grid("shifted", 6, 3.0, policy.stock)
-    steps, generator = torch.tensor([4, 0, 4, 2, 1]), torch.Generator().manual_seed(0)
-    rows = conditioning.rows(torch.tensor([0, 1, 2, 0, 1]))
-    x = torch.randn(5, *((4, 8, 8) if name != "flux" else flux_state(policy, conditioning)), generator=generator)
+    steps, rows = torch.tensor([4, 0, 4, 2, 1]), conditioning.rows(torch.tensor([0, 1, 2, 0, 1]))
+    x, _ = policy.run(Segment(grid, range(0), timesteps=timesteps), rows, None, policy.generators(range(5)))
     found = policy.replay(rows, x, grid, steps, timesteps)
     each = [policy.replay(rows.rows(torch.tensor([i])), x[i:i + 1], grid, int(step), timesteps)
             for i, step in enumerate(steps)]
@@ -81,11 +79,6 @@ def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
     torch.testing.assert_close(found, torch.cat(each), rtol=0, atol=1e-5 * found.abs().max().item())
     moved = policy.replay(rows, x, grid, steps.roll(1), timesteps)
     assert (moved - found).abs().max() > 1e-2 * found.abs().max()  # the steps matter
-
-
-def flux_state(policy, conditioning) -> tuple[int, ...]:
-    plan = RolloutSpec(shift_grid(2, 3.0), Schedule((0,), (0,)), FlowSDE(0.7), Euler(), 2)
-    return tuple(next(explore(policy, conditioning, [plan], 2, seeder(0, 0))).finals[0].shape[1:])
 
 
 def test_guidance_tells_how_often_the_rows_stand_in_a_batch():
@@ -97,10 +90,12 @@ def test_guidance_tells_how_often_the_rows_stand_in_a_batch():
     assert found == {("sd3", 1.0): 1, ("sd3", 4.0): 2, ("flux", 4.0): 1, ("sd15", 4.0): 2}
 
 
-def test_a_pipeline_that_chooses_an_expert_by_the_step_takes_one():
+def test_a_pipeline_that_chooses_an_expert_by_the_step_takes_one_and_a_run_that_asks_for_more_is_told():
     pipe, call = make("WanPipeline (2.2)")
     policy = tiny.policy(pipe, call=call)
     assert not policy.vector(policy.encode(["red"]))
+    told = message(tiny.trainer(policy, train__pack=True).rollouts.conditioning, [Prompt("red")])
+    assert "takes one timestep per call at guidance 1: set it to false" in told
 
 
 def test_a_model_that_reads_one_step_for_all_rows_is_found_out():
@@ -110,16 +105,6 @@ def test_a_model_that_reads_one_step_for_all_rows_is_found_out():
     assert copies(lambda task: output(task, lambda rows: rows), "flow", True) == 1
     assert copies(lambda task: output(task, lambda rows: rows[:1].expand(2)), "flow", True) == 0
     assert copies(lambda task: torch.ones(2, 1) if task.rows is None else torch.full((2, 1), 1.1), "flow", True) == 0
-
-
-def test_a_run_that_asks_for_what_its_pipeline_does_not_take_is_told():
-    pipe, call = make("WanPipeline (2.2)")
-    trainer = tiny.trainer(tiny.policy(pipe, call=call), train__pack=True)
-    with pytest.raises(UserError, match="takes one timestep per call at guidance 1: set it to false"):
-        trainer.rollouts.conditioning(trainer.prompts[:1])
-
-
-# --- what is saved ---------------------------------------------------------------------------------------------------
 
 
 # 3 prompts: 3, 6, 6, 12 and 12 states, 39 in all.
@@ -156,15 +141,13 @@ def test_gradients_go_with_the_options_that_save_memory(options):
 def test_scores_are_those_of_a_replay_step_by_step(policy, tree, micro_batch):
     part, conditioning = tree
     with torch.no_grad():
-        alone, packed = (rescore(part, replay(policy, conditioning, part, micro_batch, pack))
-                         for pack in (False, True))
+        alone, packed = (rescore(part, replay(policy, conditioning, part, micro_batch, pack)) for pack in (False, True))
     for taken, one, other in zip(part.transitions, alone.transitions, packed.transitions, strict=True):
         torch.testing.assert_close(other.old.logp, one.old.logp, rtol=0, atol=1e-6)
         torch.testing.assert_close(other.old.mean, one.old.mean, rtol=0, atol=1e-5)
         torch.testing.assert_close(other.old.logp, taken.old.logp, rtol=0, atol=1e-6)
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
 def trained(pack: bool, name: str, guidance: float, method: str, **options):
     """A trainer with what it sampled before its first update: parts with advantages, and the conditioning."""
     policy = policy_of(name, guidance)
@@ -188,8 +171,7 @@ def learned(trainer, parts, conditioning):
 # ddpo: 5 steps. tree_rpo: 16 leaves, one prompt in a part, and the pull of layer tuning.
 @pytest.mark.parametrize("name, guidance, method, alone, packed", [
     ("sd3", 1.0, "flow_grpo", 10, 4), ("sd3", 4.0, "flow_grpo", 10, 4), ("sd3", 1.0, "mix_grpo", 4, 2),
-    ("flux", 3.5, "mix_grpo", 4, 2), ("sd15", 1.0, "ddpo", 5, 2), ("sd15", 4.0, "ddpo", 5, 2),
-])
+    ("flux", 3.5, "mix_grpo", 4, 2), ("sd15", 1.0, "ddpo", 5, 2), ("sd15", 4.0, "ddpo", 5, 2)])
 def test_losses_and_gradients_are_those_of_a_replay_step_by_step(name, guidance, method, alone, packed):
     found = []
     for pack in (False, True):
@@ -229,9 +211,6 @@ def test_in_half_precision_scores_are_the_same_once_they_are_computed_in_the_sam
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     part, conditioning = grown(policy, 4)  # 1 state at its first step, in a batch alone
     assert policy.vector(conditioning)
-    def largest(part) -> float:
-        with torch.no_grad():
-            return max((new.logp - part.transitions[k].old.logp[rows]).abs().max().item()
-                       for k, rows, new in replay(policy, conditioning, part, 10, pack=True))
     again = rescore(part, replay(policy, conditioning, part, 10, pack=True))
-    assert largest(part) < 1e-2 and largest(again) == 0
+    assert largest_log_ratio(policy, conditioning, [part], 10, pack=True) < 1e-2
+    assert largest_log_ratio(policy, conditioning, [again], 10, pack=True) == 0

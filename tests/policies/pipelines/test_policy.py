@@ -1,6 +1,7 @@
 """A pipeline as a policy: replay, reference, gradients, and a LoRA that stock diffusers loads."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,6 @@ from safetensors import safe_open
 from transformers import CLIPConfig, CLIPImageProcessor
 
 from flowgrpo.config.sections import Adapter
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import presets_for
 from flowgrpo.methods.targets import RecordedSteps
@@ -35,10 +35,7 @@ from tests.helpers.tables import near
 
 # The others are met in tests/samplers/test_noised_finals.py, tests/samplers/test_reward_gradient.py and
 # tests/samplers/test_reinflow.py.
-METHODS = [*(name for name in presets_for("flow") if type(preset(name).target) is RecordedSteps),
-           "mix_grpo+grpo_guard"]
-ROWS = torch.tensor([0, 0, 1, 1])
-
+METHODS = [*(name for name in presets_for("flow") if type(preset(name).target) is RecordedSteps), "mix_grpo+grpo_guard"]
 ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits
 
 def rollout(trainer):
@@ -92,19 +89,17 @@ def gradient_of(policy) -> None:
     policy.replay(policy.encode(["red"]), torch.ones(1, *tiny.LATENTS), shift_grid(4, 3.0), 1).square().sum().backward()
 
 
-@pytest.mark.parametrize("rank", [2, 0])
-def test_the_gradient_reaches_what_is_trained_and_nothing_else(rank):
-    policy = tiny.stir(tiny.policy(rank=rank), 0.01)
+def test_the_gradient_reaches_all_weights_where_they_are_trained_and_nothing_else():
+    """That of a LoRA is shown of every class by test_conformance.py."""
+    policy = tiny.stir(tiny.policy(rank=0), 0.01)
     gradient_of(policy)
     trained = {id(parameter) for parameter in policy.weights.parameters()}
-    modules = [m for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module)]
-    for module in modules:
+    for module in (each for each in policy.pipe.components.values() if isinstance(each, torch.nn.Module)):
+        assert not module.training
         for parameter in module.parameters():
             assert parameter.requires_grad == (id(parameter) in trained)
             assert parameter.grad is None or id(parameter) in trained
-    reached = [key for key, p in policy.weights.named.items() if p.grad is not None and p.grad.abs().max() > 0]
-    assert {"lora_A", "lora_B"} == {key.split(".")[-3] for key in reached} if rank else len(reached) > 20
-    assert all(not module.training for module in modules)
+    assert sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in policy.weights.parameters()) > 20
 
 
 def test_a_lora_starts_as_the_base_and_its_gradient_at_b():
@@ -137,16 +132,11 @@ def test_the_reference_is_the_base_to_the_last_bit(rank, guidance):
         assert not torch.is_grad_enabled()
     assert (tuned - base_output(guidance)).abs().max() > 1e-3
     assert torch.equal(output(policy), tuned)
-    assert all(torch.equal(kept[key], parameter) and parameter.requires_grad
-               for key, parameter in policy.weights.named.items())
-
-
-def test_the_reference_ends_with_an_error_too():
-    policy = tiny.stir(tiny.policy())
-    tuned = output(policy)
-    with pytest.raises(ZeroDivisionError), policy.reference():
+    with pytest.raises(ZeroDivisionError), policy.reference():  # it ends with an error too
         1 / 0
     assert torch.equal(output(policy), tuned)
+    assert all(torch.equal(kept[key], parameter) and parameter.requires_grad
+               for key, parameter in policy.weights.named.items())
 
 
 @pytest.mark.parametrize("rank", [2, 0])
@@ -162,16 +152,6 @@ def test_swapped_weights_come_back(rank):
     assert all(torch.equal(kept[key], parameter) for key, parameter in policy.weights.named.items())
 
 
-def test_the_same_seed_gives_the_same_weights_and_images():
-    made = []
-    for _ in range(2):
-        policy = tiny.trainer(seed=7).policy
-        pictures = policy.generate(policy.encode(["red"]), policy.generators([1]), 3, 2.0)
-        made.append((policy.weights.snapshot(), pictures))
-    assert all(torch.equal(made[0][0][key], made[1][0][key]) for key in made[0][0])
-    assert torch.equal(made[0][1], made[1][1]) and made[0][1].shape == (1, 3, 16, 16)
-
-
 @pytest.mark.parametrize("make, told", [
     (lambda: tiny.policy(tiny.policy().pipe), "has an adapter already"),
     (lambda: tiny.policy(tiny.sd3().to(torch.bfloat16)), "transformer is in torch.bfloat16, but precision is 'fp32'"),
@@ -182,8 +162,7 @@ def test_the_same_seed_gives_the_same_weights_and_images():
         ({"num_frames": 8}, "takes no 'num_frames'"), ({"height": 17}, "refuses its arguments:.*17"),
         ({"max_sequence_len": 8}, "takes no 'max_sequence_len'.*did you mean 'max_sequence_length'")))])
 def test_what_a_pipeline_does_not_take_is_told(make, told):
-    with pytest.raises(UserError, match=told):
-        make()
+    assert re.search(told, message(make))
 
 
 def test_targets_are_whole_names():
@@ -234,26 +213,23 @@ def test_sigmas_of_a_call_are_as_many_as_its_steps(grid, train, evaluated, told)
 def test_an_argument_of_another_type_is_one_line(name, call, told):
     pipe, needed = tiny_pipelines.make(name)
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=needed | call)
-    with pytest.raises(UserError, match=f"^{name} refuses its arguments: .*{told}"):
-        policy.encode(["red"])
+    assert re.search(f"^{name} refuses its arguments: .*{told}", message(policy.encode, ["red"]))
 
 
 def test_what_a_pipeline_refuses_in_its_decoding_or_evaluation_is_one_line():
     pipe, needed = tiny_pipelines.make("StableDiffusionPipeline")
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=needed | {"guidance_rescale": "a"})
     conditioning = policy.encode(["red"])
-    with pytest.raises(UserError, match="^StableDiffusionPipeline refuses its arguments: "):
-        policy.generate(conditioning, policy.generators([0]), 2, 5.0)
-    with pytest.raises(UserError, match="^StableDiffusionPipeline refuses its arguments: RuntimeError"):
-        policy.decode(torch.zeros(1, 3, 2, 2), conditioning)
+    told = "StableDiffusionPipeline refuses its arguments: "
+    assert message(policy.generate, conditioning, policy.generators([0]), 2, 5.0).startswith(told)
+    assert message(policy.decode, torch.zeros(1, 3, 2, 2), conditioning).startswith(f"{told}RuntimeError")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("pipe", [tiny.sd3, tiny.flux])
 def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(pipe, tmp_path):
     policy = tiny.stir(tiny.policy(pipe(), rank=2, alpha=7.0), 0.3)
-    said = policy.weights.save(tmp_path)
-    assert LORA_FILE in said and "same scale" in said
+    assert "same scale" in policy.weights.save(tmp_path)
     ours = policy.generate(policy.encode(["red", "blue"], ["old", "old"]), policy.generators([1, 2]), 3, 2.5, "latent")
     stock = pipe()
     def latents():
@@ -266,8 +242,10 @@ def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(pipe, tmp_pat
     assert (untuned - ours).abs().max() > 0.05
 
 
-def test_the_file_carries_rank_alpha_and_targets(tmp_path):
-    tiny.stir(tiny.policy(rank=2, alpha=7.0)).weights.save(tmp_path)
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_file_carries_rank_alpha_and_targets(precision, dtype, tmp_path):
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(dtype), rank=2, alpha=7.0, precision=precision))
+    assert LORA_FILE in policy.weights.save(tmp_path)
     with safe_open(tmp_path / LORA_FILE, "pt") as file:
         [told] = [json.loads(text) for key, text in file.metadata().items() if "lora_adapter_metadata" in key]
         tensors = {key: file.get_tensor(key) for key in file.keys()}
@@ -298,19 +276,12 @@ def test_saving_leaves_the_adapter_as_it_was(tmp_path):
     assert list(policy.pipe.transformer.peft_config) == ["default"]
 
 
-def test_a_lora_of_a_half_precision_run_is_saved_in_full(tmp_path):
-    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
-    policy.weights.save(tmp_path)
-    with safe_open(tmp_path / LORA_FILE, "pt") as file:
-        assert all(file.get_tensor(key).dtype == torch.float32 for key in file.keys())
-
-
 def test_all_weights_are_saved_as_a_denoiser(tmp_path):
     policy = tiny.stir(tiny.policy(rank=0), 0.01)
     policy.weights.save(tmp_path)
     loaded = type(policy.pipe.transformer).from_pretrained(tmp_path / "transformer")
-    trained = policy.weights.named
-    assert all(torch.equal(trained[f"transformer.{key}"], value) for key, value in loaded.named_parameters())
+    assert all(torch.equal(policy.weights.named[f"transformer.{key}"], value)
+               for key, value in loaded.named_parameters())
 
 
 # --- prompts and images --------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Teachers: one pipeline as the reference of a KL, and one per source of prompts."""
 
+import re
+
 import pytest
 import torch
 
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.setup import check_parts
 from flowgrpo.methods.validate import resolve
@@ -13,12 +14,13 @@ from flowgrpo.objectives.references import Teacher, Teachers
 from flowgrpo.policies.options import check_method
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.samplers.growth import replay
-from flowgrpo.training import sampling, state
+from flowgrpo.training import sampling
 from flowgrpo.training.kl_reference import join_rows
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Scored
 from tests.helpers import loop, tiny
-from tests.helpers.tiny_runs import assert_same_weights, next_epochs
+from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import assert_same_weights, next_epochs, resume
 
 PROMPTS = [Prompt("red", metadata={"task": "a"}), Prompt("a cat", metadata={"task": "b"})]
 
@@ -65,8 +67,7 @@ def test_the_gradient_is_that_of_each_sources_teacher_alone(models):
 
 
 def test_the_policy_moves_to_its_teachers(models):
-    trainer = made({"models": models}, train__lr=0.02)
-    lines = next_epochs(trainer, 20)
+    lines = next_epochs(made({"models": models}, train__lr=0.02), 20)
     assert lines[-1]["kl"] < 0.5 * lines[0]["kl"]
 
 
@@ -85,8 +86,7 @@ def test_rewards_are_measured_and_train_nothing(models):
 def test_a_resumed_run_has_its_teachers(models, tmp_path):
     one, other = (made({"models": models}, train__inner_epochs=2) for _ in range(2))
     next_epochs(one, 2)
-    state.save(one, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    resume(one, other, tmp_path)
     assert len(other.kl_reference.snapshots) == 2
     next_epochs(one, 1)
     next_epochs(other, 1)
@@ -108,15 +108,13 @@ def test_rows_of_two_scores_are_joined():
     ({"models": {"a": "A", "b": "B"}, "key": "source"}, "no teacher for source None of the prompt 'red'")])
 def test_a_source_without_a_teacher_is_refused_in_one_line(reference, told):
     settings = tiny.config(method="flow_grpo+diffusion_opd", parts={"reference": reference})
-    with pytest.raises(UserError, match=told) as caught:
-        check_parts(loop.setup(settings, prompts=PROMPTS))
-    assert "\n" not in str(caught.value)
+    assert re.search(told, message(check_parts, loop.setup(settings, prompts=PROMPTS)))
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):
-    options = {"models": {"a": str(tmp_path / "none")}}
-    with pytest.raises(UserError, match="parts.reference.models"):
-        check_method(tiny.config(method="flow_grpo+diffusion_opd", parts={"reference": options}), "pipeline", "cpu")
+    reference = {"models": {"a": str(tmp_path / "none")}}
+    settings = tiny.config(method="flow_grpo+diffusion_opd", parts={"reference": reference})
+    assert "parts.reference.models" in message(check_method, settings, "pipeline", "cpu")
 
 
 def test_the_preset(models):
@@ -162,5 +160,4 @@ def test_over_images_the_hosts_kl_fades_and_a_teacher_of_another_family_is_refus
     assert preset("kdrl").for_tokens
     name = teacher(tmp_path, tiny.flux())
     trainer = tiny.trainer(method="flow_grpo+kdrl", parts={"reference": {"model": name}})
-    with pytest.raises(UserError, match="the teacher .* has transformer.* expected .* of the model's family"):
-        trainer.run_epoch()
+    assert re.search("the teacher .* has transformer.* expected .* of the model's family", message(trainer.run_epoch))

@@ -14,6 +14,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import report, tiny
 from flowgrpo.training import memory
 from tests.helpers import tiny_text
+from tests.helpers.tiny import stir
 
 # HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone,
 # HunyuanImage gives its blocks arguments by name, and two are ModularPipelines.
@@ -25,11 +26,7 @@ def replayed(name: str, checkpointing: float) -> tuple[torch.Tensor, torch.Tenso
     """(a step's output, the gradient of its size, bytes that were held for it)."""
     pipe, call = tiny.make(name)
     torch.manual_seed(0)
-    policy = PipelinePolicy(pipe, Adapter(rank=2), call=call, checkpointing=checkpointing, guidance=3.0)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in policy.weights.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    policy = stir(PipelinePolicy(pipe, Adapter(rank=2), call=call, checkpointing=checkpointing, guidance=3.0), 0.2)
     conditioning, (grid, timesteps) = policy.encode(["red"], ["old"]), probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]

@@ -17,173 +17,14 @@ from flowgrpo.policies.weights import adapters, lora_files
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, message
 
 RANK = 2
-
-
-def pairs(pipe):
-    """A, B of the U-Net's and the text encoder's projections, by part and layer."""
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for part, ends in (("unet", ("to_q", "to_v")), ("text_encoder", ("q_proj", "out_proj"))):
-        for name, module in getattr(pipe, part).named_modules():
-            if name.rpartition(".")[2] in ends:
-                out, into = module.weight.shape
-                made[part, name] = (torch.randn(RANK, into, generator=generator),
-                                    torch.randn(out, RANK, generator=generator))
-    return made
-
-
-def kohya(pipe, parts=("unet",), alpha=1.0):
-    """Kohya's names; alpha: of all layers, None for none, "some" for 1 in all but the first."""
-    tensors = {}
-    for number, ((part, name), (a, b)) in enumerate((k, v) for k, v in pairs(pipe).items() if k[0] in parts):
-        prefix = "lora_unet_" if part == "unet" else "lora_te_text_model_"
-        key = prefix + name.removeprefix("text_model.").replace(".", "_")
-        tensors |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
-        if alpha is not None and not (alpha == "some" and number == 0):
-            tensors[f"{key}.alpha"] = torch.tensor(1.0 if alpha == "some" else alpha)
-    return tensors
-
-
-def plain(pipe, parts=("unet",), alpha=None):
-    """Diffusers' names."""
-    tensors = {}
-    for (part, name), (a, b) in pairs(pipe).items():
-        if part in parts:
-            tensors |= {f"{part}.{name}.lora_A.weight": a, f"{part}.{name}.lora_B.weight": b}
-            tensors |= {} if alpha is None else {f"{part}.{name}.alpha": torch.tensor(alpha)}
-    return tensors
-
-
-def dora(pipe):
-    return plain(pipe) | {f"unet.{name}.lora_magnitude_vector": 1.5 * pipe.unet.get_submodule(name).weight.norm(dim=1)
-                          for part, name in pairs(pipe) if part == "unet"}
-
-
-def fused(path):
-    pipe = tiny.sd15()
-    lora_files.fuse(pipe, denoisers(pipe) | text_encoders(pipe), path, 1.0)
-    return pipe
-
-
-def sampled(path):
-    pipe = tiny.sd15()
-    loading.load_tuned(pipe, path)
-    for module in (pipe.unet, pipe.text_encoder):
-        adapters.merge(module)
-    return pipe
-
-
-def changes(pipe, base):
-    """How each layer's weight differs from the base's."""
-    return {(part, name): (getattr(pipe, part).get_submodule(name).weight - getattr(base, part).get_submodule(
-        name).weight).detach() for part, name in pairs(base)}
-
-
-BOTH = ("unet", "text_encoder")
-FORMS = {
-    "plain": (plain, 1.0, ("unet",)), "plain_te": (lambda pipe: plain(pipe, BOTH), 1.0, BOTH),
-    "plain_alpha": (lambda pipe: plain(pipe, alpha=1.0), 0.5, ("unet",)), "kohya": (kohya, 0.5, ("unet",)),
-    "kohya_te": (lambda pipe: kohya(pipe, BOTH), 0.5, BOTH),
-    "kohya_without": (lambda pipe: kohya(pipe, alpha=None), 1.0, ("unet",))}
-
-
-@pytest.mark.parametrize("door", [fused, sampled])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_changes_the_weights_by_scale_times_b_a(form, door, tmp_path, capsys):
-    make, scale, parts = FORMS[form]
-    base = tiny.sd15()
-    save_file(make(base), tmp_path / "a.safetensors")
-    for key, change in changes(door(tmp_path / "a.safetensors"), base).items():
-        a, b = pairs(base)[key]
-        torch.testing.assert_close(change, scale * b @ a if key[0] in parts else torch.zeros_like(change), atol=1e-5,
-                                   rtol=1e-4)
-    count = sum(part == "unet" for part, _ in pairs(base))
-    assert f"{count} layers of the unet, rank 2, scale" in capsys.readouterr().err
-
-
-def test_a_layer_without_alpha_has_scale_1_beside_others(tmp_path):
-    base = tiny.sd15()
-    save_file(kohya(base, alpha="some"), tmp_path / "a.safetensors")
-    found = changes(fused(tmp_path / "a.safetensors"), base)
-    first, second = [key for key in pairs(base) if key[0] == "unet"][:2]
-    for key, scale in ((first, 1.0), (second, 0.5)):
-        a, b = pairs(base)[key]
-        torch.testing.assert_close(found[key], scale * b @ a, atol=1e-5, rtol=1e-4)
-
-
-def test_a_dora_sets_the_lengths_of_rows(tmp_path):
-    base = tiny.sd15()
-    save_file(dora(base), tmp_path / "a.safetensors")
-    tuned = fused(tmp_path / "a.safetensors")
-    for name in (name for part, name in pairs(base) if part == "unet"):
-        old, new = (pipe.unet.get_submodule(name).weight.norm(dim=1) for pipe in (base, tuned))
-        torch.testing.assert_close(new, 1.5 * old, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("given", ["", adapters.WEIGHTS])
-def test_a_folder_of_peft_has_its_alpha_beside_it(given, tmp_path):
-    base = tiny.sd15()
-    save_file({f"base_model.model.{key.removeprefix('unet.')}": value for key, value in plain(base).items()},
-              tmp_path / adapters.WEIGHTS)
-    targets = [name for part, name in pairs(base) if part == "unet"]
-    (tmp_path / adapters.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 6,
-                                                        "target_modules": targets}))
-    for door in (fused, sampled):
-        found = changes(door(tmp_path / given), base)
-        a, b = pairs(base)["unet", targets[0]]
-        torch.testing.assert_close(found["unet", targets[0]], 3 * b @ a, atol=1e-4, rtol=1e-4)
-
-
-def other(names):
-    def made(pipe):
-        tensors = kohya(pipe)
-        layer = next(iter(tensors)).partition(".")[0]
-        return {key: value for key, value in tensors.items() if not key.startswith(f"{layer}.")} | {
-            f"{layer}.{name}": torch.ones(4, 4) for name in names}
-    return made
-
-
-def unknown(pipe):
-    return plain(pipe) | {"unet.nowhere.to_q.lora_A.weight": torch.ones(2, 8),
-                          "unet.nowhere.to_q.lora_B.weight": torch.ones(8, 2)}
-
-
-REFUSED = {
-    "kohya's DoRA": (lambda pipe: kohya(pipe) | {f"{key.partition('.')[0]}.dora_scale": torch.ones(32, 1)
-                                                 for key in kohya(pipe)}, "holds a DoRA in kohya's form"),
-    "LoHa": (other(["hada_w1_a", "hada_w1_b"]), r"holds a LoHa in 1 of its \d+ layers, which is not read"),
-    "LoKr": (other(["lokr_w1", "lokr_w2"]), "holds a LoKr in 1 of"),
-    "whole": (other(["diff"]), "holds a difference of whole weights in 1 of"),
-    "oft": (other(["oft_blocks"]), "holds a OFT in 1 of"),
-    "biases": (lambda pipe: plain(pipe) | {key.replace(".weight", ".bias"): torch.ones(4) for key in plain(pipe)
-                                           if "lora_B" in key}, "holds a LoRA with biases"),
-    "unknown": (unknown, r"(\d+) of its \d+ layers are applied to StableDiffusionPipeline, and 1 are not, or at "
-                         "another scale, such as unet.nowhere.to_q")}
-
-
-def begun(path):
-    pipe = tiny.sd15()
-    TrainableWeights(pipe, denoisers(pipe), Adapter(rank=RANK, alpha=1.0, targets=["to_q", "to_v"], init=str(path)))
-
-
-@pytest.mark.parametrize("door", [fused, sampled, begun])
-@pytest.mark.parametrize("form", REFUSED)
-def test_what_would_be_lost_is_refused_at_every_door(form, door, tmp_path):
-    make, told = REFUSED[form]
-    save_file(make(tiny.sd15()), tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=rf"a\.safetensors:? {told}"):
-        door(tmp_path / "a.safetensors")
-
-
-# --- other families --------------------------------------------------------------------------------------------------
 WAN = {f"blocks.0.attn{number}.{ours}": f"blocks_0_{kind}_attn_{theirs}"
        for number, kind in ((1, "self"), (2, "cross"))
        for ours, theirs in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))}
-CLASSES = {"sdxl": "StableDiffusionXLPipeline", "sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline",
-           "wan": "WanPipeline"}
+CLASSES = {"sd15": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline", "sd3": "StableDiffusion3Pipeline",
+           "flux": "FluxPipeline", "wan": "WanPipeline"}
 NAMED = {  # by family: kohya's names of some layers; of the others they are diffusers' own
     "flux": {"transformer_blocks.0.attn.to_out.0": "double_blocks_0_img_attn_proj",
              "single_transformer_blocks.0.proj_out": "single_blocks_0_linear2"},
@@ -191,8 +32,12 @@ NAMED = {  # by family: kohya's names of some layers; of the others they are dif
 TOWERS = {"text_encoder": "lora_te1_text_model_", "text_encoder_2": "lora_te2_text_model_"}
 
 
+def pipeline(family):
+    return make(CLASSES[family])[0]
+
+
 def layers_of(family, pipe):
-    """Return A, B of layers of the denoiser and of CLIP's text encoders, by part and layer."""
+    """A, B of layers of the denoiser and of CLIP's text encoders, by part and layer."""
     generator, made = torch.Generator().manual_seed(0), {}
     [(part, denoiser)] = denoisers(pipe).items()
     ends = {part: lambda name: name in NAMED[family] if family in NAMED else name.endswith((".to_q", ".to_v"))}
@@ -207,8 +52,8 @@ def layers_of(family, pipe):
     return made
 
 
-def written(family, pipe, form, towers, alpha):
-    """Return the tensors of a file. form: kohya, or diffusers. towers: with text encoders."""
+def written(family, pipe, form, towers=False, alpha=None):
+    """The tensors of a file. form: kohya, or diffusers. towers: with text encoders."""
     tensors, sides = {}, ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
     for (part, name), matrices in layers_of(family, pipe).items():
         if part in TOWERS and not towers:
@@ -216,15 +61,24 @@ def written(family, pipe, form, towers, alpha):
         key = f"{part}.{name}"
         if form == "kohya":
             plain = name.removeprefix("text_model.").replace(".", "_")
-            key = TOWERS[part] + plain if part in TOWERS else f"lora_unet_{NAMED.get(family, {}).get(name, plain)}"
+            tower = TOWERS.get(part, "").replace("te1", "te" if family == "sd15" else "te1")
+            key = tower + plain if tower else f"lora_unet_{NAMED.get(family, {}).get(name, plain)}"
         tensors |= {f"{key}.{side}.weight": matrix.clone() for side, matrix in zip(sides, matrices)}
         tensors |= {} if alpha is None else {f"{key}.alpha": torch.tensor(alpha)}
     return tensors
 
 
+def kohya(pipe, towers=False):
+    return written("sd15", pipe, "kohya", towers, 1.0)
+
+
+def plain(pipe):
+    return written("sd15", pipe, "diffusers")
+
+
 def of_family(family, path, door):
-    """Return a pipeline with a LoRA in its weights, by `load.lora`, `sample --lora` or `adapter.init`."""
-    pipe = make(CLASSES[family])[0]
+    """A pipeline with a LoRA in its weights, by `load.lora`, `sample --lora` or `adapter.init`."""
+    pipe = pipeline(family)
     if door == "fuse":
         lora_files.fuse(pipe, denoisers(pipe) | text_encoders(pipe), path, 1.0)
     elif door == "sample":
@@ -238,54 +92,119 @@ def of_family(family, path, door):
     return pipe
 
 
+def change(pipe, base, part, name):
+    """How a layer's weight differs from the base's."""
+    return getattr(pipe, part).get_submodule(name).weight - getattr(base, part).get_submodule(name).weight
+
+
+every_door = pytest.mark.parametrize("door", ["fuse", "sample", "init"])
 READ = [(family, form, towers, alpha) for family in CLASSES for form in ("diffusers", "kohya")
         for towers in (False, True) for alpha in (None, 1.0)
         if not (form == "kohya" and family == "sd3" or towers and family == "wan")]
 
 
-@pytest.mark.parametrize("door", ["fuse", "sample", "init"])
+@every_door
 @pytest.mark.parametrize("family, form, towers, alpha", READ)
-def test_a_family_reads_a_form_exactly_or_refuses_it(family, form, towers, alpha, door, tmp_path):
-    base = make(CLASSES[family])[0]
-    save_file(written(family, base, form, towers, alpha), tmp_path / "a.safetensors")
+def test_a_family_reads_a_form_exactly_or_refuses_it(family, form, towers, alpha, door, tmp_path, capsys):
+    base, file = pipeline(family), tmp_path / "a.safetensors"
+    save_file(written(family, base, form, towers, alpha), file)
     if door == "init" and towers:
-        with pytest.raises(UserError, match=r"its LoRA is also of the text_encoder( and \w+)?, but the run trains"):
-            of_family(family, tmp_path / "a.safetensors", door)
+        assert re.search(r"its LoRA is also of the text_encoder( and \w+)?, but the run trains",
+                         message(of_family, family, file, door))
         return
-    found = of_family(family, tmp_path / "a.safetensors", door)
-    for (part, name), (a, b) in layers_of(family, base).items():
-        change = getattr(found, part).get_submodule(name).weight - getattr(base, part).get_submodule(name).weight
+    found, layers = of_family(family, file, door), layers_of(family, base)
+    for (part, name), (a, b) in layers.items():
         scale = (1.0 if alpha is None else alpha / RANK) * (towers or part not in TOWERS)
-        torch.testing.assert_close(change, scale * b @ a, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(change(found, base, part, name), scale * b @ a, atol=1e-4, rtol=1e-3)
+    [part] = denoisers(base)
+    count = sum(each == part for each, _ in layers)
+    assert door == "init" or f"{count} layers of the {part}, rank 2, scale" in capsys.readouterr().err
+
+
+def test_a_layer_without_alpha_has_scale_1_beside_others(tmp_path):
+    base = pipeline("sd15")
+    first, second = [key for key in layers_of("sd15", base) if key[0] == "unet"][:2]
+    tensors = kohya(base)
+    del tensors["lora_unet_" + first[1].replace(".", "_") + ".alpha"]
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = of_family("sd15", tmp_path / "a.safetensors", "fuse")
+    for key, scale in ((first, 1.0), (second, 0.5)):
+        a, b = layers_of("sd15", base)[key]
+        torch.testing.assert_close(change(found, base, *key), scale * b @ a, atol=1e-5, rtol=1e-4)
+
+
+def test_a_dora_sets_the_lengths_of_rows(tmp_path):
+    base = pipeline("sd15")
+    names = [name for part, name in layers_of("sd15", base) if part == "unet"]
+    lengths = {name: 1.5 * base.unet.get_submodule(name).weight.norm(dim=1) for name in names}
+    save_file(plain(base) | {f"unet.{name}.lora_magnitude_vector": value for name, value in lengths.items()},
+              tmp_path / "a.safetensors")
+    tuned = of_family("sd15", tmp_path / "a.safetensors", "fuse")
+    for name, length in lengths.items():
+        torch.testing.assert_close(tuned.unet.get_submodule(name).weight.norm(dim=1), length, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["", adapters.WEIGHTS])
+def test_a_folder_of_peft_has_its_alpha_beside_it(given, tmp_path):
+    base = pipeline("sd15")
+    save_file({f"base_model.model.{key.removeprefix('unet.')}": value for key, value in plain(base).items()},
+              tmp_path / adapters.WEIGHTS)
+    layers = {name: sides for (part, name), sides in layers_of("sd15", base).items() if part == "unet"}
+    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_modules": [*layers]}
+    (tmp_path / adapters.CONFIG).write_text(json.dumps(said))
+    name, (a, b) = next(iter(layers.items()))
+    for door in ("fuse", "sample"):
+        found = of_family("sd15", tmp_path / given, door)
+        torch.testing.assert_close(change(found, base, "unet", name), 3 * b @ a, atol=1e-4, rtol=1e-4)
+
+
+def other(*names):
+    def made(pipe):
+        tensors = kohya(pipe)
+        layer = next(iter(tensors)).partition(".")[0]
+        return {key: value for key, value in tensors.items() if not key.startswith(f"{layer}.")} | {
+            f"{layer}.{name}": torch.ones(4, 4) for name in names}
+    return made
 
 
 def beginning(family, pipe, prefix):
     """Diffusers' names with another beginning."""
-    return {prefix + key.partition(".")[2]: value
-            for key, value in written(family, pipe, "diffusers", False, None).items()}
+    return {prefix + key.partition(".")[2]: value for key, value in written(family, pipe, "diffusers").items()}
 
 
-UNREAD = {
-    "kohya, SD 3": ("sd3", lambda pipe: written("sd3", pipe, "kohya", False, 1.0), "its names are kohya's, which"),
-    "kohya, some layers": ("wan", lambda pipe: dict([*written("wan", pipe, "kohya", False, 1.0).items()][:9]),
+REFUSED = {  # by form: the family, the file's tensors, and what is said of it
+    "kohya's DoRA": ("sd15", lambda pipe: kohya(pipe) | {f"{key.partition('.')[0]}.dora_scale": torch.ones(32, 1)
+                                                         for key in kohya(pipe)}, "holds a DoRA in kohya's form"),
+    "LoHa": ("sd15", other("hada_w1_a", "hada_w1_b"), r"holds a LoHa in 1 of its \d+ layers, which is not read"),
+    "LoKr": ("sd15", other("lokr_w1", "lokr_w2"), "holds a LoKr in 1 of"),
+    "whole": ("sd15", other("diff"), "holds a difference of whole weights in 1 of"),
+    "oft": ("sd15", other("oft_blocks"), "holds a OFT in 1 of"),
+    "biases": ("sd15", lambda pipe: plain(pipe) | {key.replace(".weight", ".bias"): torch.ones(4)
+                                                   for key in plain(pipe) if "lora_B" in key}, "holds a LoRA with bia"),
+    "unknown": ("sd15", lambda pipe: plain(pipe) | {"unet.nowhere.to_q.lora_A.weight": torch.ones(2, 8),
+                                                    "unet.nowhere.to_q.lora_B.weight": torch.ones(8, 2)},
+                r"(\d+) of its \d+ layers are applied to StableDiffusionPipeline, and 1 are not, or at another scale, "
+                "such as unet.nowhere.to_q"),
+    "kohya, SD 3": ("sd3", lambda pipe: written("sd3", pipe, "kohya", alpha=1.0), "its names are kohya's, which"),
+    "kohya, some layers": ("wan", lambda pipe: dict([*written("wan", pipe, "kohya", alpha=1.0).items()][:9]),
                            "as diffusers reads its form, the file lacks 'blocks_0_"),
     "peft's file alone": ("wan", lambda pipe: beginning("wan", pipe, "base_model.model."),
                           "its names are peft's: expected its adapter_config.json beside it"),
     "without a part": ("sdxl", lambda pipe: beginning("sdxl", pipe, ""), "holds no LoRA layer for StableDiffusionXL"),
     "another model": ("flux", lambda pipe: {f"unet.down.0.to_q.lora_{side}.weight": torch.ones(2, 2) for side in "AB"},
                       "holds no LoRA layer for FluxPipeline: was it trained on another model"),
-    "LoHa": ("wan", lambda pipe: {"lora_unet_blocks_0_self_attn_q.hada_w1_a": torch.ones(2, 2)}, "holds a LoHa, which"),
-    "kohya's DoRA": ("flux", lambda pipe: written("flux", pipe, "kohya", False, 1.0) | {
+    "LoHa, Wan": ("wan", lambda pipe: {"lora_unet_blocks_0_self_attn_q.hada_w1_a": torch.ones(2, 2)},
+                  "holds a LoHa, which"),
+    "kohya's DoRA, FLUX": ("flux", lambda pipe: written("flux", pipe, "kohya", alpha=1.0) | {
         "lora_unet_single_blocks_0_linear2.dora_scale": torch.ones(16, 1)}, "holds a DoRA in kohya's form")}
 
 
-@pytest.mark.parametrize("door", ["fuse", "sample", "init"])
-@pytest.mark.parametrize("form", UNREAD)
-def test_what_a_family_does_not_read_is_refused_at_every_door(form, door, tmp_path):
-    family, make_tensors, told = UNREAD[form]
-    save_file(make_tensors(make(CLASSES[family])[0]), tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=rf"a\.safetensors.* {re.escape(told)}|a\.safetensors {re.escape(told)}"):
-        of_family(family, tmp_path / "a.safetensors", door)
+@every_door
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_would_be_lost_is_refused_at_every_door(form, door, tmp_path):
+    family, tensors, told = REFUSED[form]
+    save_file(tensors(pipeline(family)), tmp_path / "a.safetensors")
+    assert re.search(rf"a\.safetensors.* {told}", message(of_family, family, tmp_path / "a.safetensors", door))
 
 
 # --- a LoRA that is damaged, or that a run cannot start from: said before the model is loaded -----------------------
@@ -350,7 +269,7 @@ def test_a_damaged_lora_is_one_line_at_every_door_before_the_model_is_loaded(ten
 def test_the_settings_of_kohyas_usual_file_are_told_at_once_and_begin_a_run(tmp_path, capsys):
     """Of the U-Net's projections and feed-forwards and of the text encoder."""
     base = tiny.sd15()
-    tensors = kohya(base, BOTH, alpha=1.0)
+    tensors = kohya(base, towers=True)
     for name, module in base.unet.named_modules():
         if name.endswith(("ff.net.0.proj", "ff.net.2", "to_out.0", "to_k")):
             key, (out, into) = "lora_unet_" + name.replace(".", "_"), module.weight.shape
@@ -384,14 +303,14 @@ def test_the_shortest_targets_of_layers(layers, others, expected):
     assert lora_files.targets_for(layers, others) == expected
 
 
-@pytest.mark.parametrize("family, change, told", [
+@pytest.mark.parametrize("family, edit, told", [
     ("flux", lambda tensors: tensors, "a run trains all text encoders or none, but it has no text_encoder_2: no run "
      "starts from it; fuse it into the model by load.lora"),
     ("sdxl", lambda tensors: tensors | {key: torch.cat([value, value], int("up" in key)) for key, value in
                                         [*tensors.items()][:2]}, "one rank, but these have 2 and 4: no run starts")])
-def test_what_no_run_starts_from_is_said_with_another_way(family, change, told, tmp_path):
-    pipe = make(CLASSES[family])[0]
-    save_file(change(written(family, pipe, "kohya", True, None)), tmp_path / "a.safetensors")
+def test_what_no_run_starts_from_is_said_with_another_way(family, edit, told, tmp_path):
+    pipe = pipeline(family)
+    save_file(edit(written(family, pipe, "kohya", True, None)), tmp_path / "a.safetensors")
     modules = denoisers(pipe) | text_encoders(pipe)
     start = lora_files.start_of(tmp_path / "a.safetensors", type(pipe), modules)
     with pytest.raises(UserError, match=told):

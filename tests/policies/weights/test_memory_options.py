@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import re
 import types
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory, Train
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.conditioning import PromptCache
@@ -37,6 +37,7 @@ from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.training import memory
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import loop, tiny
+from tests.helpers.refusals import message
 
 PLAN = RolloutSpec(shift_grid(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
 
@@ -163,8 +164,7 @@ def test_nf4_is_asked_of_diffusers_for_every_denoiser():
 def test_a_pipeline_that_is_loaded_already_is_not_quantised():
     config = load(None, {"memory.weights": "int8"})
     require_memory(loop.setup(config))
-    with pytest.raises(UserError, match="when you load it"):
-        require_memory(loop.setup(config, loaded=object()))
+    assert "when you load it" in message(require_memory, loop.setup(config, loaded=object()))
 
 
 # --- who waits where -----------------------------------------------------------------------------------------------
@@ -305,8 +305,7 @@ def test_an_autoencoder_of_sound_has_no_tiles_and_hinders_none():
 
 def test_an_autoencoder_without_parts_is_told():
     pipe = types.SimpleNamespace(components={"vae": torch.nn.Identity()})
-    with pytest.raises(UserError, match="no slicing: use whole"):
-        memory_options.decode_in_parts(pipe, "tiled")
+    assert "no slicing: use whole" in message(memory_options.decode_in_parts, pipe, "tiled")
 
 
 def test_recorded_states_and_means_wait_elsewhere_each_of_them_once():
@@ -339,9 +338,7 @@ def test_the_estimate_leaves_out_what_waits_elsewhere():
 # --- the optimizer and the compiler --------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 def test_without_trained_weights_there_is_a_line(kind):
-    with pytest.raises(UserError, match="no weight is trained: .*flowgrpo check") as error:
-        make_optimizer(Train(optimizer=kind), [])
-    assert "\n" not in str(error.value)
+    assert re.search("no weight is trained: .*flowgrpo check", message(make_optimizer, Train(optimizer=kind), []))
 
 
 def quadratic(kind: str):
@@ -463,7 +460,6 @@ def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
     assert all(torch.equal(value, once[0][key]) for key, value in few[0].items()) and few[1:] == once[1:] and few[2] > 0
 
 
-
 # --- other kinds of LoRA -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options, scale", [
     ({"dora": True}, 2.0), ({"dora": True, "alpha": 3.0}, 0.75),
@@ -487,5 +483,4 @@ def generated(pipe, conditioning) -> torch.Tensor:
     prompt, _, pooled, _ = conditioning.calls[0]
     with torch.no_grad():
         return pipe(prompt_embeds=prompt, pooled_prompt_embeds=pooled, num_inference_steps=3, guidance_scale=1.0,
-                    generator=torch.Generator().manual_seed(0), output_type="latent",
-                    **{key: tiny.CALL[key] for key in ("height", "width") if key in tiny.CALL}).images
+                    generator=torch.Generator().manual_seed(0), output_type="latent").images

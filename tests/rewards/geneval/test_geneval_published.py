@@ -9,42 +9,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn.functional import interpolate
-from torchvision import transforms
 
 from flowgrpo import rewards
-from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
 from flowgrpo.rewards.geneval.colours import ClipColours, cut
 from flowgrpo.rewards.geneval.detectors import Detection, Mask2Former
 from flowgrpo.rewards.geneval.rules import GenEval
-from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
+from tests.helpers import tiny_scorers
+from tests.helpers.refusals import refused
 
 
 # --- the detector ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def parts():
     """Mask2Former with five queries and three classes, and a processor."""
-    from transformers import (
-        Mask2FormerConfig,
-        Mask2FormerForUniversalSegmentation,
-        Mask2FormerImageProcessor,
-        SwinConfig,
-    )
     torch.manual_seed(3)
-    backbone = SwinConfig(embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, image_size=64,
-                          out_features=["stage1", "stage2", "stage3", "stage4"])
-    config = Mask2FormerConfig(
+    backbone = transformers.SwinConfig(
+        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, image_size=64,
+        out_features=["stage1", "stage2", "stage3", "stage4"])
+    config = transformers.Mask2FormerConfig(
         backbone_config=backbone, num_queries=5, hidden_dim=32, feature_size=32, mask_feature_size=32,
         encoder_feedforward_dim=16, dim_feedforward=16, encoder_layers=1, decoder_layers=2, num_attention_heads=2,
         id2label={0: "dog", 1: "mouse", 2: "cat"}, label2id={"dog": 0, "mouse": 1, "cat": 2})
-    model = Mask2FormerForUniversalSegmentation(config).eval()
+    model = transformers.Mask2FormerForUniversalSegmentation(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
-    processor = Mask2FormerImageProcessor(size={"shortest_edge": 48, "longest_edge": 80}, size_divisor=32)
-    return model, processor
+    size = {"shortest_edge": 48, "longest_edge": 80}
+    return model, transformers.Mask2FormerImageProcessor(size=size, size_divisor=32)
 
 
 IMAGES = (torch.rand(3, 3, 24, 36, generator=torch.Generator().manual_seed(1)) * 255).round() / 255
@@ -95,9 +90,8 @@ def test_names_and_common_arguments_of_mask2former(parts, tmp_path):
         part.save_pretrained(tmp_path)
     detector = detectors.detector(f"mask2former:{tmp_path}")
     assert detector.labels == ("dog", "computer mouse", "cat") and len(detector(IMAGES)) == 3
-    with pytest.raises(UserError, match=r"detector mask2former: .*/gone cannot be loaded .*: fetch it and give its "
-                                        r"folder as args: \{detector: 'mask2former:FOLDER'\}"):
-        detectors.detector(f"mask2former:{tmp_path}/gone")
+    refused(r"detector mask2former: .*/gone cannot be loaded .*: fetch it and give its folder as args: \{detector: "
+            r"'mask2former:FOLDER'\}", detectors.detector, f"mask2former:{tmp_path}/gone")
     options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
                "device": "cpu:0", "batch_size": 2}
     reward = GenEval(detector=f"mask2former:{tmp_path}", **options)
@@ -155,17 +149,12 @@ def test_an_object_is_cut_out_and_its_surroundings_are_grey():
 def test_a_colour_is_the_nearest_mean_of_three_texts():
     import open_clip
     from open_clip.model import CLIP
-    from PIL import Image
     torch.manual_seed(0)
-    model = CLIP(16, {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
-                 {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}).eval()
+    model = CLIP(**tiny_scorers.TINY).eval()
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     picture = (IMAGES[0] * 255).round().byte().permute(1, 2, 0).numpy()
     some = [Detection((0, 0, 20, 20), "dog", 0.9), Detection((10, 4, 36, 24), "dog", 0.8)]
     found = ClipColours(parts=(model, tokenizer), device="cpu")(picture, some, "dog")
-    prepared = transforms.Compose([transforms.Resize(32, transforms.InterpolationMode.BICUBIC),
-                                   transforms.CenterCrop(32), transforms.ToTensor(),
-                                   transforms.Normalize(MEAN, DEVIATION)])
     texts = ["a photo of a {} dog", "a photo of a {}-colored dog", "a photo of a {} object"]
     with torch.no_grad():
         rows = []
@@ -174,7 +163,8 @@ def test_a_colour_is_the_nearest_mean_of_three_texts():
             row = (row / row.norm(dim=-1, keepdim=True)).mean(0)
             rows.append(row / row.norm())
         for one, name in zip(some, found):
-            shown = model.encode_image(prepared(Image.fromarray(picture).crop(one.box))[None])[0]
+            left, top, right, bottom = one.box
+            shown = model.encode_image(tiny_scorers.by_pil(IMAGES[0][:, top:bottom, left:right], 32)[None])[0]
             likeness = torch.stack(rows) @ (shown / shown.norm())
             assert likeness[colours.NAMES.index(name)] > likeness.max() - 1e-4
 
@@ -217,9 +207,12 @@ PAINTED = painted((A, "red"), (B, "blue"), (C, "green"))  # red at the left abov
     (BOTH, [seen("dog", A), seen("cat", B)], 1), (BOTH, [seen("dog", B), seen("cat", A)], 0),
     (BOTH, [seen("dog", A), seen("cat", C)], 0)])
 def test_verdicts_of_the_six_tasks(wanted, objects, right):
-    reward = GenEval(detector=lambda images: [objects for _ in images], colours="clip",
-                     clip={"parts": (ByHand(), Same), "device": "cpu"})
-    assert rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0] == right
+    assert judged(objects, wanted, colours="clip", clip={"parts": (ByHand(), Same), "device": "cpu"}) == right
+
+
+def judged(objects: list[Detection], wanted: dict, **options) -> float:
+    reward = GenEval(detector=lambda images: [objects for _ in images], **options)
+    return rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0].item()
 
 
 def test_published_defaults_and_other_colours():
@@ -229,26 +222,22 @@ def test_published_defaults_and_other_colours():
                                                "http://127.0.0.1:1/"}).colours, ClipColours)
 
 
-DOGS = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+THREE_RED = {"tag": "colors", "include": [clause("dog", 3, color="red")]}
 
 
 @pytest.mark.parametrize("wanted, objects, score", [
-    (DOGS, [seen("dog", A)], 1), (DOGS, [], 0),
-    (DOGS, [seen("dog", A)] * 5, -3),  # too many have no floor
+    (SINGLE, [seen("dog", A)], 1), (SINGLE, [], 0),
+    (SINGLE, [seen("dog", A)] * 5, -3),  # too many have no floor
     (COUNT, [seen("dog", A)], 0.5), (COUNT, [seen("dog", A)] * 7, 1 - 5 / 2),
     # 1 of 3 red: (1 + 1 / 3) / 2; 2 of 3: (1 + 2 / 3) / 2. A wrong number: its credit and one 0.
-    ({"tag": "colors", "include": [{"class": "dog", "count": 3, "color": "red"}]},
-     [seen("dog", A), seen("dog", B), seen("dog", B)], 2 / 3),
-    ({"tag": "colors", "include": [{"class": "dog", "count": 3, "color": "red"}]},
-     [seen("dog", A), seen("dog", A), seen("dog", B)], 5 / 6),
+    (THREE_RED, [seen("dog", A), seen("dog", B), seen("dog", B)], 2 / 3),
+    (THREE_RED, [seen("dog", A), seen("dog", A), seen("dog", B)], 5 / 6),
     (RED, [], 0), (RED, [seen("dog", A)] * 2, 0),
     # Two numbers, and the position: 1, or a 0 and a 1, or without its target one 0.
     (ABOVE, [seen("dog", C), seen("cat", B)], 1), (ABOVE, [seen("dog", B), seen("cat", C)], 3 / 4),
     (ABOVE, [seen("dog", C)], 1 / 3), (ABOVE, [seen("cat", C)], 1 / 3)])
 def test_the_training_reward_of_flow_grpo_by_hand(wanted, objects, score):
-    reward = GenEval(detector=lambda images: [objects for _ in images], score="flow_grpo",
-                     clip={"parts": (ByHand(), Same), "device": "cpu"})
-    found = rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0].item()
+    found = judged(objects, wanted, score="flow_grpo", clip={"parts": (ByHand(), Same), "device": "cpu"})
     assert found == pytest.approx(score, abs=1e-6)
 
 
@@ -259,9 +248,8 @@ def test_the_training_reward_of_flow_grpo_is_that_of_the_released_code():
     for case in map(json.loads, lines):
         colour = {tuple(box): name for box, _, _, name in case["objects"]}
         objects = [Detection(tuple(box), label, score) for box, label, score, _ in case["objects"]]
-        reward = GenEval(detector=lambda images: [objects for _ in images], score="flow_grpo",
-                         colours=lambda picture, those, name: [colour[each.box] for each in those])
-        found = rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [case["metadata"]])[0, 0].item()
+        found = judged(objects, case["metadata"], score="flow_grpo",
+                       colours=lambda picture, those, name: [colour[each.box] for each in those])
         assert found == pytest.approx(case["score"], abs=1e-6), case
     assert len(lines) == 80
 

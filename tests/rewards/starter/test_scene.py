@@ -9,16 +9,9 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from flowgrpo.rewards import find, require_gradient, score
+from flowgrpo.rewards.starter import scene_soft as soft
 from flowgrpo.rewards.starter.scene import _read_once, read, scene, scene_graded
-from flowgrpo.rewards.starter.scene_soft import (
-    foreground,
-    gradients,
-    membership,
-    overlaps,
-    reference,
-    scene_soft,
-    scene_style,
-)
+from flowgrpo.rewards.starter.scene_soft import overlaps, reference, scene_soft, scene_style
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, TASKS, Claims, coverage, parse
 from tests.helpers.refusals import message
@@ -129,7 +122,8 @@ def test_objects_are_read_largest_first():
 
 
 @pytest.mark.parametrize("first, second, relation", [
-    (LEFT, RIGHT, "left of"), (RIGHT, LEFT, "right of"), (TOP, BOTTOM, "above"), (BOTTOM, TOP, "below")])
+    (LEFT, RIGHT, "left of"), (RIGHT, LEFT, "right of"), (TOP, BOTTOM, "above"), (BOTTOM, TOP, "below"),
+    ((16, 20), (46, 44), "left of"), ((20, 16), (44, 46), "above")])  # mostly
 def test_relations(first, second, relation):
     picture = draw(("ring", "red", first), ("star", "blue", second))
     for claimed, reverse in [("left of", "right of"), ("right of", "left of"), ("above", "below"), ("below", "above")]:
@@ -138,12 +132,6 @@ def test_relations(first, second, relation):
 
 
 def test_relations_by_direction():
-    mostly_left = draw(("ring", "red", (16, 20)), ("star", "blue", (46, 44)))
-    assert both(mostly_left, "a ring left of a star")[0] == 1
-    assert both(mostly_left, "a ring above a star")[0] == 0
-    mostly_above = draw(("ring", "red", (20, 16)), ("star", "blue", (44, 46)))
-    assert both(mostly_above, "a ring above a star")[0] == 1
-    assert both(mostly_above, "a ring left of a star")[0] == 0
     grades = []
     for angle in np.radians([0, 60, 90, 120, 180]):
         line = 15 * np.array([-np.cos(angle), np.sin(angle)])
@@ -154,20 +142,17 @@ def test_relations_by_direction():
 
 def test_graded_values_and_relations_by_hand():
     picture = draw(("ring", "red", LEFT), ("ring", "blue", RIGHT))
-    assert both(picture, "a red ring left of a blue ring")[0] == 1
-    assert both(picture, "a blue ring left of a red ring")[0] == 0
-    assert both(picture, "a ring left of a ring")[0] == both(picture, "a ring right of a ring")[0] == 1
-    assert both(picture, "a ring above a ring")[0] == 0
-    assert both(picture, "a ring right of a red ring")[0] == 1
-    assert both(picture, "a ring left of a red ring")[0] == 0
-    star = ("star", "blue", (50, 32))
-    assert both(draw(("ring", "red", LEFT), ("ring", "red", (20, 50), 7.0), star), "two rings left of a star")[0] == 1
-    assert both(draw(("ring", "red", LEFT), ("ring", "red", (50, 12), 7.0), star), "two rings left of a star")[0] == 0
+    for prompt, true in (("a red ring left of a blue ring", 1), ("a blue ring left of a red ring", 0),
+                         ("a ring left of a ring", 1), ("a ring right of a ring", 1), ("a ring above a ring", 0),
+                         ("a ring right of a red ring", 1), ("a ring left of a red ring", 0)):
+        assert both(picture, prompt)[0] == true
+    for second, true in (((20, 50), 1), ((50, 12), 0)):
+        picture = draw(("ring", "red", LEFT), ("ring", "red", second, 7.0), ("star", "blue", (50, 32)))
+        assert both(picture, "two rings left of a star")[0] == true
     # Floors of 0.25: a wrong colour leaves 1/4 of an object, a missing object nothing, an extra one shares.
-    assert both(RING_STAR, "a green ring and a blue star")[1] == pytest.approx((0.25 + 1) / 2)
-    assert both(RING_STAR, "a green cross and a blue star")[1] == pytest.approx((0.25 * 0.25 + 1) / 2)
-    assert both(RING_STAR, "a ring")[1] == pytest.approx(1 / 2)
-    assert both(RING_STAR, "a ring and two stars")[1] == pytest.approx(2 / 3)
+    for prompt, grade in (("a green ring and a blue star", (0.25 + 1) / 2), ("a ring", 1 / 2),
+                          ("a green cross and a blue star", (0.25 * 0.25 + 1) / 2), ("a ring and two stars", 2 / 3)):
+        assert both(RING_STAR, prompt)[1] == pytest.approx(grade)
     assert both(RING_STAR, "a ring right of a star")[1] == pytest.approx(0.25, abs=1e-3)
     assert both(draw(("ring", "red", LEFT)), "a ring left of a star")[1] == pytest.approx(0.25 / 2)
 
@@ -193,17 +178,15 @@ def test_counts_and_extra_objects():
         assert strict == 0 and graded < 0.85
     picture = draw(("ring", "red", LEFT), ("star", (0.85, 0.85, 0.85), RIGHT))
     assert len(read(picture).objects) == 1
-    assert both(picture, "a ring")[0] == 0
-    assert both(picture, "a ring and a star")[0] == 0
+    assert both(picture, "a ring")[0] == both(picture, "a ring and a star")[0] == 0
 
 
 def test_shapes_and_stripes_that_are_no_object():
-    for colours in (("red", "red"), ("red", "blue")):
-        merged = draw(("circle", colours[0], (24, 32)), ("circle", colours[1], (39, 32)))
+    for colour in ("red", "blue"):
+        merged = draw(("circle", "red", (24, 32)), ("circle", colour, (39, 32)))
         (found,) = read(merged).objects
         assert found.shape is None
-        assert both(merged, "two circles")[1] < 0.2
-        assert both(merged, "a circle and a square")[1] < 0.2
+        assert both(merged, "two circles")[1] < 0.2 and both(merged, "a circle and a square")[1] < 0.2
     for shape in SHAPES:
         assert both(draw((shape, "red", (2, 32), 12.0)), f"a {shape}")[0] == 0
     # Cyan, magenta and yellow: each channel is light in two stripes of three.
@@ -213,16 +196,14 @@ def test_shapes_and_stripes_that_are_no_object():
         picture[channel, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.0
     stripes = read(picture).objects[0]
     assert (stripes.shape, stripes.colour, stripes.area) == (None, None, 18 * 18)
-    assert both(picture, "a ring")[1] == pytest.approx(0.5)
-    assert both(picture, "a ring and a square")[1] == pytest.approx(0.5)
+    assert both(picture, "a ring")[1] == pytest.approx(0.5) == both(picture, "a ring and a square")[1]
 
 
 def test_paints_that_are_no_colour():
     picture = draw(("circle", "red", (32, 32), 12.0))
     picture[:, :, 32:] = draw(("circle", "blue", (32, 32), 12.0))[:, :, 32:]
     (found,) = read(picture).objects
-    assert found.shape is None and found.colour is None
-    assert both(picture, "a circle")[1] < 0.2
+    assert found.shape is None and found.colour is None and both(picture, "a circle")[1] < 0.2
     for paint in ((0.5, 0.5, 0.5), (0.1, 0.8, 0.85), (1.0, 0.5, 0.6)):
         picture = draw(("square", paint, (32, 32)))
         (found,) = read(picture).objects
@@ -273,22 +254,19 @@ def test_images_of_nothing_are_worth_nothing(name):
 
 
 def test_the_ground_must_be_light_even_and_clean():
-    objects = ("ring", "red", LEFT), ("star", "blue", RIGHT)
-    assert both(draw(*objects, ground=0.90), "a ring and a star")[0] == 1
+    objects, prompt = (("ring", "red", LEFT), ("star", "blue", RIGHT)), "a ring and a star"
+    assert both(draw(*objects, ground=0.90), prompt)[0] == 1
     for ground in (0.6, 0.3, 0.0):
-        assert both(draw(*objects, ground=ground), "a ring and a star")[1] < 0.05
-    tinted = draw(*objects)
+        assert both(draw(*objects, ground=ground), prompt)[1] < 0.05
+    tinted, half = RING_STAR.clone(), RING_STAR.clone()
     tinted[2] *= 0.85
-    assert both(tinted, "a ring and a star")[0] == 0
-    half = draw(*objects)
     half[:, :28][half[:, :28] > 0.9] -= 0.14
-    assert both(half, "a ring and a star")[0] == 0
-    assert read(draw(*objects)).ground == 1
+    assert both(tinted, prompt)[0] == both(half, prompt)[0] == 0 and read(RING_STAR).ground == 1
     grounds = []
     for step in (8, 5, 4, 3):
-        specks = draw(*objects)
+        specks = RING_STAR.clone()
         specks[:, 2:62:step, 2:62:step] *= 0.5
-        assert both(specks, "a ring and a star")[0] == 0
+        assert both(specks, prompt)[0] == 0
         grounds.append(read(specks).ground)
     assert grounds == sorted(grounds, reverse=True) and 0.5 < grounds[0] < 1 and grounds[-1] < 0.1
 
@@ -394,11 +372,10 @@ def test_following_the_gradient_repaints_an_object():
 def test_soft_maps_and_overlaps_by_hand():
     ground, red = torch.full((3,), 0.95, dtype=torch.float64), torch.tensor(COLOURS["red"], dtype=torch.float64)
     pictures = torch.stack([ground, red, (ground + red) / 2])[:, :, None, None].expand(3, 3, 2, 2)
-    own = membership(pictures)[:, 0, 0, 0]
     expected = 1 / (1 + np.exp(-np.array([-0.5, 0.5, 0.0]) / 0.12))
-    np.testing.assert_allclose(own, expected, atol=1e-10)
+    np.testing.assert_allclose(soft.membership(pictures)[:, 0, 0, 0], expected, atol=1e-10)
     far = ((red - 0.95).square().sum() / 0.35**2).item()
-    np.testing.assert_allclose(foreground(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
+    np.testing.assert_allclose(soft.foreground(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
     # Of a square of one of the radii with its own template, in place and moved, summed pixel by pixel.
     radius = 7.3 * 1.11**3
     mask = torch.from_numpy(coverage("square", radius, (30.5, 22.5)))
@@ -408,6 +385,10 @@ def test_soft_maps_and_overlaps_by_hand():
         found = overlaps(mask[None] / 2, mask)[0, SHAPES.index("square"), 3, y, x]
         union = template.sum() + (mask * (disc - template).clamp(min=0)).sum()
         torch.testing.assert_close(found, (mask * template).sum() / 2 / union, rtol=0, atol=1e-10)
+    every = overlaps(mask[None] / 2, mask)[0]
+    for shape, radius, y, x in ((0, 0, 0, 0), (1, 7, 63, 0), (4, 7, 0, 63), (5, 2, 63, 63), (2, 3, 30, 20)):
+        found = soft.overlap(mask / 2, mask, shape, radius, y, x)
+        torch.testing.assert_close(found, every[shape, radius, y, x], rtol=0, atol=1e-10)
 
 
 def test_soft_and_style_are_rewards_like_others():
@@ -419,8 +400,8 @@ def test_soft_and_style_are_rewards_like_others():
     assert "got images of shape" in message(lambda: scene_soft(torch.ones(1, 3, 32, 32), ["a star"]), error=ValueError)
     assert scene_soft(torch.ones(0, 3, 64, 64), []).shape == (0,)
     assert find("scene_style") is scene_style
-    with pytest.raises(ValueError, match=r"scene_style got images of shape \[3, 64, 64\], expected \[B, 3, H, W\]"):
-        scene_style(torch.zeros(3, 64, 64), [""])
+    assert "scene_style got images of shape [3, 64, 64], expected [B, 3, H, W]" in message(
+        scene_style, torch.zeros(3, 64, 64), [""], error=ValueError)
 
 
 def rendered(count: int, seed: int) -> torch.Tensor:
@@ -433,11 +414,10 @@ def rendered(count: int, seed: int) -> torch.Tensor:
 def test_style_gradients_by_hand():
     image = np.zeros((1, 3, 3, 3))
     image[0, :, 0, 1] = 0.3  # right of the first pixel and below it: (0.3, 0), (-0.3, -0.3), (0, 0), (0, 0)
-    expected = np.histogram([0.3, 0.3 * 2**0.5, 0, 0], [0.0, *np.geomspace(0.01, 1.5, 12)])[0] / 4
-    assert gradients(image) == pytest.approx(expected[None])
-    image[0, 1:] = 0  # of one channel in three: a third of the length
-    expected = np.histogram([0.1, 0.1 * 2**0.5, 0, 0], [0.0, *np.geomspace(0.01, 1.5, 12)])[0] / 4
-    assert gradients(image) == pytest.approx(expected[None])
+    for step in (0.3, 0.1):
+        expected = np.histogram([step, step * 2**0.5, 0, 0], [0.0, *np.geomspace(0.01, 1.5, 12)])[0] / 4
+        assert soft.gradients(image) == pytest.approx(expected[None])
+        image[0, 1:] = 0  # of one channel in three: a third of the length
     assert scene_style(torch.full((1, 3, 8, 8), 0.9), [""]) == pytest.approx([reference()[0][0]**0.5])
     assert reference()[0].sum() == pytest.approx(1)
 
@@ -457,7 +437,7 @@ def test_style_is_lowered_by_noise_blur_and_grain():
               for sigma in (0, 0.5, 1, 2)]
     assert scores == sorted(scores, reverse=True) and scores[0] > 1.05 * scores[1] > 1.3 * scores[2]
     images = rendered(4, seed=8)
-    turned = scene_style(images.transpose(2, 3), [""] * 4)
-    assert scene_style(images[:, [1, 2, 0]], ["a red ring"] * 4) == pytest.approx(scene_style(images, [""] * 4))
-    assert scene_style(1 - images, [""] * 4) == pytest.approx(scene_style(images, [""] * 4), abs=1e-3)
-    assert turned == pytest.approx(scene_style(images, [""] * 4), abs=0.02)
+    plain = scene_style(images, [""] * 4)
+    assert scene_style(images[:, [1, 2, 0]], ["a red ring"] * 4) == pytest.approx(plain)
+    assert scene_style(1 - images, [""] * 4) == pytest.approx(plain, abs=1e-3)
+    assert scene_style(images.transpose(2, 3), [""] * 4) == pytest.approx(plain, abs=0.02)

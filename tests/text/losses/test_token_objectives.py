@@ -10,8 +10,8 @@ from flowgrpo.contrib.surrogates import TokenWeights, disagreement
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
-from flowgrpo.objectives.sequence_losses import Regressed
+from flowgrpo.objectives.ratios import PlainRatio
+from flowgrpo.objectives.surrogates import Clip, Reinforce
 from flowgrpo.text.losses import ConflictTokens, EntropyBonus, HighEntropy, LikelihoodFloor, conflicts
 from flowgrpo.text.samplers.decoding import Decoding, entropy_of, score
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
@@ -37,8 +37,6 @@ def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Comple
 
 
 # Entropy
-
-
 def test_entropies_by_hand_and_their_gradient():
     close(entropy_of(f64([[0.5, 0.25, 0.25], [1, 0, 0], [1 / 3, 1 / 3, 1 / 3]]).log()),
           [1.5 * math.log(2), 0, math.log(3)])
@@ -115,8 +113,6 @@ def test_uncertain_tokens_of_the_better_completion():
 
 
 # Weights of tokens
-
-
 def test_places_where_a_group_agrees_have_the_least_weight():
     ids = torch.tensor([[1, 2, 3, 4], [1, 5, 0, 0], [1, 2, 6, 4], [7, 0, 0, 0], [7, 8, 0, 0]])
     # First group: all agree at place 0; 2, 5, 2 at 1; 3, 6 at 2; 4, 4 at 3. The second agrees where both go on.
@@ -151,8 +147,6 @@ def test_weights_by_entropy_surprise_and_probability_by_hand():
 
 
 # Conflict tokens
-
-
 def test_conflict_tokens_by_hand():
     # Good: 1 2 3 9. Bad: 1 2 4 9, which shares two tokens in front and one behind; 5 9 shares the one behind.
     ids = torch.tensor([[1, 2, 3, 9], [1, 2, 4, 9], [5, 9, 0, 0]])
@@ -191,8 +185,6 @@ def test_uncertain_completions_are_left_out_of_groups_that_have_others():
 
 
 # Good texts that become less likely
-
-
 def test_only_good_texts_that_fell_are_held():
     log_ratio = f64([[-0.5, 0.2, -0.1], [-0.5, 0.6, 0], [-0.5, 0.2, -0.1], [-0.5, 0.2, -0.1]]).requires_grad_()
     advantage = f64([[1], [1], [-1], [0]])
@@ -225,23 +217,14 @@ def test_good_texts_stop_drifting_down_with_the_bad_ones_they_resemble():
 
 
 # As presets
-
-
 def test_options_go_over_any_host_of_tokens():
     assert preset("gspo+high_entropy").parts()["surrogate"] == HighEntropy(preset("gspo").parts()["surrogate"], 0.2)
     assert preset("high_entropy") == preset("dapo+high_entropy") and preset("llds") == preset("grpo+llds")
     assert preset("dr_grpo+entropy_bonus").parts()["surrogate"] == EntropyBonus(Clip(0.2, 0.2), 0.01)
     assert preset("entropy_bonus").reads_entropy and preset("high_entropy").reads_entropy
     assert not preset("llds").reads_entropy and preset("gtpo").reads_entropy
+    assert preset("gigpo+high_entropy").on("tokens").reads_entropy  # beside an advantage of each token
     changed = with_parts(preset("high_entropy"), {"surrogate": {"share": 0.3, "surrogate": {"high": 0.4}}})
     assert changed.loss.surrogate == HighEntropy(Clip(0.2, 0.4), 0.3)
     with pytest.raises(UserError, match="HighEntropy: surrogate is Regressed.*expected one of single tokens"):
         preset("reg_grpo+high_entropy")
-
-
-@pytest.mark.parametrize("make, told", [
-    (lambda: EntropyBonus(DivergenceMask()), "EntropyBonus: surrogate is DivergenceMask"),
-    (lambda: LikelihoodFloor(Regressed()), "LikelihoodFloor: surrogate is Regressed")])
-def test_what_cannot_be_is_told(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.errors import UserError
 from flowgrpo.run import run
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.text.policies import engines
@@ -19,12 +18,10 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.completions import EngineRollouts, TextRollouts
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.importance import Mismatch
-from flowgrpo.training import sampling
-from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.optimizer import decisions
-from flowgrpo.types import Completions, Segmented
-from tests.helpers import loop, tiny_masked
+from flowgrpo.types import Segmented
+from tests.helpers import tiny_masked, updates
 from tests.helpers import tiny_text as tiny
+from tests.helpers.refusals import message
 
 F64 = torch.float64
 # Probabilities of two completions: of the trainer, of the engine; the last token of the second one was never drawn.
@@ -59,13 +56,9 @@ def test_caps_and_weighted_engine_samples():
     torch.testing.assert_close(mean("tis", math.inf), (p * f).sum(), rtol=0, atol=1e-10)
     torch.testing.assert_close(mean("tis", 2.0), (torch.minimum(p, 2 * q) * f).sum(), rtol=0, atol=1e-10)
     torch.testing.assert_close(mean("mis", 2.0), (p * f)[:3].sum(), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("options, told", [({"how": "both"}, "how is 'both'"), ({"level": "word"}, "level 'word'"),
-                                           ({"cap": 0.5}, "cap is 0.5, expected 1 or more")])
-def test_impossible_fields_are_told(options, told):
-    with pytest.raises(ValueError, match=told):
-        Mismatch(**options)
+    for options, told in (({"how": "both"}, "how is 'both'"), ({"level": "word"}, "level 'word'"),
+                          ({"cap": 0.5}, "cap is 0.5, expected 1 or more")):
+        assert told in message(Mismatch, **options, error=ValueError)
 
 
 # --- an engine that is there: the model's copy in another precision ---------------------------------------------------
@@ -87,8 +80,8 @@ def parts(made):
 
 
 def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
-    made = trainer(parts={"decoding": {"temperature": 0.8}})
-    assert type(made.rollouts) is EngineRollouts
+    made = trainer(parts={"decoding": {"temperature": 0.8}}, train__generation_batch=4)  # as many as a part has rows:
+    assert type(made.rollouts) is EngineRollouts  # bf16 scores differ with the size of the batch on some processors
     found, asked = parts(made)
     lowered = copy.deepcopy(made.policy)
     lowered.model.to(torch.bfloat16)
@@ -140,19 +133,12 @@ def test_weights_are_1_on_average_and_greedy_ones_count_whole():
 def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     """Weights of 2 double the gradient, weights of 0 leave none, and one row's weight is that row's alone."""
     made = trainer(parts={"kl": {"weight": 0.0}})
-    batch = made.prompts[:2]
-    found, asked, scores = sampling.sample(made, batch)
-    credited = [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None]
+    credited, asked = updates.credited(made)
     tiny.stir(made.policy, 0.05)
     def gradient(weight) -> torch.Tensor:
-        made.optimization.optimizer.zero_grad()
-        made.kl_reference.start_epoch(loop.epoch(made), made.rollouts, 0, 1)
-        for part in credited:
-            [taken] = part.transitions
-            own = Completions(taken.ids, taken.prompts, taken.old, importance=weight(taken.importance))
-            whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
-            loop.backward(made, whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
-        return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
+        weighted = [replace(part, transitions=(replace(taken, importance=weight(taken.importance)),))
+                    for part in credited for taken in part.transitions]
+        return updates.gradient(made, weighted, asked)
     one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))
     torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-8)
     assert one.norm() > 0 and none.norm() == 0
@@ -161,21 +147,25 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     torch.testing.assert_close(sum(pieces), one, rtol=1e-4, atol=1e-7)
 
 
+def whole(settings, loaded):
+    """(summary, metrics) of a run."""
+    prompts = [tiny.Prompt(text) for text in tiny.PROMPTS]
+    summary = run(settings, pipe=loaded, functions={"short": many}, prompts=prompts)
+    return summary, [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
-    given = dict(pipe=tiny.model(), functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
-    summary = run(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), **given)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    summary, lines = whole(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), tiny.model())
     assert len(lines) == 2 and all(0 < line["engine/max"] < 1 and line["engine/weight"] > 0 for line in lines)
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_sample"] > 0
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
 def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
-    given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
     model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
-    run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),
-        pipe=(model.to(torch.bfloat16), tokenizer), **given)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    narrow = {"low": 1e-4, "high": 1e-4}
+    settings = tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate=narrow)
+    _, lines = whole(settings, (model.bfloat16(), tokenizer))
     assert len(lines) == 2 and all(0 < line["sampler/max"] < 1 and line["sampler/weight"] > 0 for line in lines)
 
 
@@ -197,9 +187,7 @@ def halved(**options):
     model, tokenizer = tiny.model()
     own = CausalLM(model.to(torch.bfloat16), tokenizer, Adapter(rank=2), Text(max_tokens=6), precision="bf16")
     made = tiny.trainer(own, {"short": many}, precision="bf16", **options)
-    batch = made.prompts[:2]
-    found, asked, scores = sampling.sample(made, batch)
-    return made, [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None], asked
+    return made, *updates.credited(made)
 
 
 def shifted(part, by):
@@ -234,20 +222,18 @@ def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_th
 
 # --- vLLM, which is not here ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options, told", [
-    ({}, r"text.engine: vllm needs vllm .*pip install 'flowgrpo\[vllm\]'"),
+    ({}, "text.engine: vllm needs vllm (No module named 'vllm'): pip install 'flowgrpo[vllm]'"),
     ({"adapter__rank": 0}, "does not sample for adapter.rank 0 here: expected a LoRA"),
     ({"adapter__dora": True}, "does not sample for a DoRA")])
 def test_what_vllm_needs_is_told(options, told):
-    with pytest.raises(UserError, match=told):
-        tiny.trainer(rewards={"short": many}, text__engine="vllm", **options)
+    assert told in message(tiny.trainer, rewards={"short": many}, text__engine="vllm", **options)
 
 
 def test_what_an_engine_cannot_is_told():
-    with pytest.raises(UserError, match="method s_grpo samples the completions of a group by EarlyExits, which no "
-                                        "engine does"):
-        trainer(method="s_grpo")
-    with pytest.raises(UserError, match="one token after the other"):
-        tiny.trainer(tiny_masked.policy(), {"short": many}, text__engine_precision="bf16")
+    assert ("method s_grpo samples the completions of a group by EarlyExits, which no engine does"
+            in message(trainer, method="s_grpo"))
+    masked = tiny_masked.policy()
+    assert "one token after the other" in message(tiny.trainer, masked, {"short": many}, text__engine_precision="bf16")
 
 
 def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():

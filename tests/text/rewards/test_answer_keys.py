@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.errors import UserError
 from flowgrpo.text.rewards import boxes, majority
 from flowgrpo.text.rewards.code_tests import alike, similarity, sound, svg_of
 from flowgrpo.text.rewards.embeddings import ReferenceBand, TextDiversity, lexical, likeness, ngrams
@@ -54,10 +53,9 @@ def test_a_span_of_time(text, expected):
 
 @pytest.mark.parametrize("name, metadata, expected", [
     ("box_iou", {"boxes": [1, 2, 3]}, "expected a box"), ("box_iou", {"boxes": [3, 0, 1, 1]}, "expected a box"),
-    ("box_format", {"size": 5}, r"expected \[width, height\]"), ("time_iou", {"span": [2, 1]}, "expected .start, end")])
+    ("box_format", {"size": 5}, "expected [width, height]"), ("time_iou", {"span": [2, 1]}, "expected [start, end")])
 def test_a_key_that_is_none(name, metadata, expected):
-    with pytest.raises(UserError, match=expected):
-        one(name, "x", **metadata)
+    assert expected in message(lambda: one(name, "x", **metadata))
 
 
 @pytest.mark.parametrize("text, choices", [
@@ -100,12 +98,8 @@ def test_inside_the_band_another_answer_is_worth_a_copy_and_diversity_more():
     copies = scored(ReferenceBand(0.5, 0.2, ngram=1), ["a b c", "a b c", "a b c", "a b d"], 4, "a b c")
     assert copies[3] > copies[0] == pytest.approx(1 + 0.2 * 0.5 / 3)
     assert scored(band, ["a"], 1) == [None]
-
-
-@pytest.mark.parametrize("wrong", [lambda: TextDiversity(0), lambda: ReferenceBand(1.0),
-                                   lambda: ReferenceBand(bonus=-1)])
-def test_settings_out_of_range(wrong):
-    assert "expected" in message(wrong)
+    for wrong in (lambda: TextDiversity(0), lambda: ReferenceBand(1.0), lambda: ReferenceBand(bonus=-1)):
+        assert "expected" in message(wrong)
 
 
 RECT = '<svg><rect width="1"/></svg>'
@@ -212,5 +206,5 @@ def test_a_run_keeps_the_memory_of_its_training_prompts_in_the_checkpoint():
     visited = trainer.memory["rewards"]["refined"]
     assert set(visited) <= set(tiny_text.PROMPTS) and {epoch for visits in visited.values() for epoch, *_ in visits} \
         == {0, 1}
-    with pytest.raises(UserError, match="reward 'r' remembers all prompts, and got 2 processes"):
-        rewards.require_memory({"r": rewards.find("pseudo_labels")}, 2)
+    assert "reward 'r' remembers all prompts, and got 2 processes" in message(
+        rewards.require_memory, {"r": rewards.find("pseudo_labels")}, 2)

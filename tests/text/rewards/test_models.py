@@ -24,17 +24,8 @@ from flowgrpo.text.rewards.models import (
     padding_token,
     reflective,
 )
-from flowgrpo.tools.learned_rewards.text_training import (
-    LOGISTIC,
-    PAIRS,
-    SQUARED,
-    LabelledText,
-    degrade,
-    evaluate_head,
-    fit,
-    load_labelled,
-    train,
-)
+from flowgrpo.tools.learned_rewards import text_training as training
+from flowgrpo.tools.learned_rewards.text_training import LOGISTIC, PAIRS, SQUARED, LabelledText
 from tests.helpers import tiny_text
 from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said
 from tests.helpers.refusals import message
@@ -140,7 +131,6 @@ def test_folders_and_padding_of_reward_models(tmp_path):
     assert reward(["b"], ["a"]) == [pytest.approx(by_hand(model, ids), abs=1e-5)]
     class Config:
         pad_token_id, vocab_size = 1, 9
-
     assert padding_token([[0, 2], [3]], Config) == 1 and padding_token([[0, 1], [3]], Config) == 2
     Config.pad_token_id = None
     assert padding_token([[0, 1], [3]], Config) == 2
@@ -162,16 +152,16 @@ def written(path, lines):
 def test_ridge_and_discriminator_heads_by_hand():
     # x - 2 is -1, 0, 1 and y - 3 is -2, 0, 2: the weight is 4 / (2 + penalty), the intercept 3 - 2 times it.
     rows, labels = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 3.0, 5.0])
-    assert fit(rows, labels, 2.0, SQUARED).tolist() == pytest.approx([1, 1])
-    head = fit(rows, labels, 1e-9, SQUARED)
+    assert training.fit(rows, labels, 2.0, SQUARED).tolist() == pytest.approx([1, 1])
+    head = training.fit(rows, labels, 1e-9, SQUARED)
     assert head.tolist() == pytest.approx([2, -1], abs=1e-6)
-    assert evaluate_head(rows, labels, torch.tensor([1.0, 1.0]).double(), SQUARED) == pytest.approx(1 - 2 / 8)
+    assert training.evaluate_head(rows, labels, torch.tensor([1.0, 1.0]).double(), SQUARED) == pytest.approx(1 - 2 / 8)
     rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (rows[:, 0] > 0.2).double()
-    head = fit(rows, labels, 0.5, LOGISTIC)
+    head = training.fit(rows, labels, 0.5, LOGISTIC)
     error = torch.sigmoid(rows @ head[:-1] + head[-1]) - labels
     assert (rows.T @ error + 0.5 * head[:-1]).abs().max() < 1e-6 and error.sum().abs() < 1e-6
-    pairs = fit(rows, torch.ones(12), 0.5, PAIRS)
+    pairs = training.fit(rows, torch.ones(12), 0.5, PAIRS)
     error = torch.sigmoid(rows @ pairs[:-1]) - 1
     assert (rows.T @ error + 0.5 * pairs[:-1]).abs().max() < 1e-6 and pairs[-1] == 0
 
@@ -212,7 +202,7 @@ def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
     easy = "you may feel {} and that is fine"
     lines = [LabelledText(form.format(f"thing{number}"), {"simple": float(form is easy)}, category=category)
              for number in range(20) for form in (hard, easy) for category in ("", "letters")]
-    results = train(lines, tmp_path / "reward.json", held_out=0.25)
+    results = training.train(lines, tmp_path / "reward.json", held_out=0.25)
     assert [(row[0], row[2], row[3]) for row in results] == [("", LOGISTIC, 1.0), ("letters", LOGISTIC, 1.0)]
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     scores = reward([hard.format("pain"), easy.format("pain"), f"<think>{hard}</think>{easy}"], [""] * 3,
@@ -222,7 +212,7 @@ def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
 
 def test_a_category_without_a_head_has_no_score(tmp_path):
     lines = [LabelledText(f"word{number}", {"overall": number % 2}, category="a") for number in range(8)]
-    train(lines, tmp_path / "reward.json")
+    training.train(lines, tmp_path / "reward.json")
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     scores = reward(["word1"] * 3, [""] * 3, [{"category": "a"}, {"category": "b"}, {}])
     assert scores[0] is not None and scores[1:] == [None, None]
@@ -230,14 +220,14 @@ def test_a_category_without_a_head_has_no_score(tmp_path):
 
 def test_originals_are_preferred_to_degraded_copies(tmp_path):
     one = "We add 3 and 4. That is 7. So the answer is 7."
-    assert degrade(one, 0) in ("That is 7. So the answer is 7.", "We add 3 and 4. So the answer is 7.",
+    assert training.degrade(one, 0) in ("That is 7. So the answer is 7.", "We add 3 and 4. So the answer is 7.",
                                 "We add 3 and 4. That is 7.")
-    assert sorted(degrade(one, 1).split(". ")) != sorted(one.split(". ")) or degrade(one, 1) != one
-    assert len(degrade(one, 1)) == len(one) and degrade(one, 2) != one
-    assert degrade("no step here", 0) == "no ste" and degrade("7", 1)[0].isdigit()
+    assert sorted(training.degrade(one, 1).split(". ")) != sorted(one.split(". ")) or training.degrade(one, 1) != one
+    assert len(training.degrade(one, 1)) == len(one) and training.degrade(one, 2) != one
+    assert training.degrade("no step here", 0) == "no ste" and training.degrade("7", 1)[0].isdigit()
     lines = [LabelledText(f"First take {number}. Then double it. So the answer follows.", prompt=f"p{number}")
              for number in range(100, 300)]
-    [(_, aspect, measure, value, count)] = train(lines, tmp_path / "reward.json", degraded=True, held_out=0.2)
+    [(_, aspect, measure, value, count)] = training.train(lines, tmp_path / "reward.json", degraded=True, held_out=0.2)
     assert (aspect, measure, count) == ("overall", PAIRS, 40)
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})
     whole, cut = reward(["First take 9. Then double it. So the answer follows.", "First take 9. Then double it."],
@@ -252,8 +242,7 @@ def test_originals_are_preferred_to_degraded_copies(tmp_path):
     ('{"text": ""}', "expected a text under 'text'")])
 def test_wrong_lines(line, told, tmp_path):
     (tmp_path / "texts.jsonl").write_text(f'{{"text": "good"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=f"texts.jsonl, line 2: {told}"):
-        load_labelled(tmp_path / "texts.jsonl")
+    assert f"texts.jsonl, line 2: {told}" in message(training.load_labelled, tmp_path / "texts.jsonl")
 
 
 def test_embeddings_are_means_of_the_states_of_a_texts_tokens():

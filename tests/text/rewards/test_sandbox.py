@@ -1,5 +1,6 @@
 """Escapes from the boundary around a model's code, each tried within every boundary of this machine."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -54,11 +55,8 @@ def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
     none(monkeypatch, tmp_path)
     line = message(choose.choose, accept_risk=False)
     reasons = "bwrap is not installed; nsjail is not installed; wasmtime is not installed"
-    assert f"no boundary for it ({reasons}): install bubblewrap" in line
-    assert "accept_risk: true" in line and "\n" not in line
-    assert choose.choose(accept_risk=True).kind == "none"
-    assert choose.describe_boundary() == ("none (bwrap is not installed; nsjail is not installed; "
-                                          "wasmtime is not installed)")
+    assert f"no boundary for it ({reasons}): install bubblewrap" in line and "accept_risk: true" in line
+    assert choose.choose(accept_risk=True).kind == "none" and choose.describe_boundary() == f"none ({reasons})"
 
 
 def test_a_variable_that_the_boundary_sets_is_no_leak(monkeypatch):
@@ -78,9 +76,8 @@ def test_a_boundary_that_does_not_hold_is_not_taken(script, reason, monkeypatch,
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "bwrap").chmod(0o700)
     none(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match="no boundary for it") as caught:
-        choose.choose(accept_risk=False)
-    assert reason in str(caught.value)
+    told = message(choose.choose, accept_risk=False)
+    assert "no boundary for it" in told and reason in told
 
 
 def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
@@ -336,12 +333,20 @@ def test_time_is_limited(kind, code):
     assert program(code, "", Limits(seconds=1), WORKING[kind]).status != 0
 
 
+def running(word: str) -> list[Path]:
+    """The processes whose command has a word."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [process] * (word in (process / "cmdline").read_text())
+    return found
+
+
 @battery
 def test_nothing_outlives_the_run(kind):
     """A named process of the code is gone once the run is over, also one that had detached itself."""
     import threading
     word = f"flowgrpo-{os.getpid()}-{kind}"
-    running = lambda: any(word in _command(path) for path in Path("/proc").glob("[0-9]*"))  # noqa: E731
     code = ("import os, sys, time\nos.setsid() if os.getpid() != os.getsid(0) else None\ntry: os.fork()\n"
             f"except OSError: pass\nif len(sys.argv) == 1: os.execv({os.path.realpath(sys.executable)!r}, "
             f"['python', '-S', '-c', 'import time; time.sleep(600)', {word!r}])")
@@ -349,19 +354,12 @@ def test_nothing_outlives_the_run(kind):
     thread.start()
     seen = False
     while thread.is_alive():
-        seen = seen or running()
+        seen = seen or bool(running(word))
         time.sleep(0.02)
     end = time.monotonic() + 30  # the kernel ends the processes inside after the boundary's own
-    while running() and time.monotonic() < end:
+    while running(word) and time.monotonic() < end:
         time.sleep(0.02)
-    assert seen and not running()
-
-
-def _command(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()
-    except OSError:
-        return ""
+    assert seen and not running(word)
 
 
 @battery
@@ -516,14 +514,6 @@ def test_memory_is_limited(code):
 
 @boxed
 def test_the_process_ends_with_the_run(tmp_path):
-    running = lambda: [path for path in Path("/proc").glob("[0-9]*") if _is_host(path)]  # noqa: E731
-    before = running()
+    before = running(str(boundaries.HOST))
     assert program("import time; time.sleep(600)", "", Limits(seconds=1), BOX).status is None
-    assert running() == before
-
-
-def _is_host(process: Path) -> bool:
-    try:
-        return str(boundaries.HOST) in (process / "cmdline").read_text()
-    except OSError:
-        return False
+    assert running(str(boundaries.HOST)) == before

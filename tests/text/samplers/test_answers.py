@@ -13,7 +13,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import Clip, Reinforce
+from flowgrpo.objectives.surrogates import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses import Calibrated, ExpertMixture
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
@@ -87,8 +87,6 @@ def test_an_answer_among_failures_is_pulled_up():
 
 
 # RL-PLUS
-
-
 def compared(new, old, expert) -> CompletionBatch:
     new, old = (Scored(each.log(), each > 0) for each in (new, old))
     return CompletionBatch(new, old, new.logp - old.logp, torch.arange(len(expert)), torch.zeros_like(new.mask).long(),
@@ -129,8 +127,6 @@ def test_the_released_mixture_is_of_answers():
 
 
 # CalibRL
-
-
 def test_the_calibrated_loss_is_that_of_the_released_code():
     # CalibRL's compute_mix_policy_loss gives .268, the mean over five tokens, for these right and wrong completions
     # beside their answer, and -.4 for the plain loss; a second group has no answer.
@@ -251,7 +247,6 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
 
 
 # AMPO
-
 TAUGHT = {"redraw": {"type": "TeacherAnswers"}, "decoding": {"expert": 2}, "surrogate": {"type": "PolicyShaping"}}
 LESSONS = ["9;1=8", {"text": "7+1=8"}, {"text": "1+1=2", "right": False}, "2+6=8"]
 

@@ -8,8 +8,9 @@ import torch
 from flowgrpo.advantages.baselines import First
 from flowgrpo.advantages.selection import ButFirst
 from flowgrpo.advantages.shaping import Overlong
-from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, TruncatedIS
+from flowgrpo.objectives.ratios import SequenceRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduce_loss
+from flowgrpo.objectives.surrogates import Clip, Reinforce, TruncatedIS
 from flowgrpo.text.samplers.decoding import Decoding, Draw, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.types import Context, SampleMeasures, Scored
 from tests.helpers.refusals import message
@@ -67,13 +68,6 @@ def test_sampled_tokens_stay_up_to_the_first_end():
     assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False],
                              [True, True, False, False]]
     assert cut.tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("wrong, told", [({"temperature": 0}, "temperature is 0"), ({"top_p": 0}, "top_p is 0"),
-                                         ({"min_p": 1.5}, "min_p 1.5"), ({"top_k": -1}, "top_k is -1")])
-def test_decodings_out_of_range_are_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
-        Decoding(**wrong)
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------
@@ -166,11 +160,7 @@ def test_sums_tails_and_first_samples():
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)
     close(Overlong(0.2)(rewards, context)[0, :, 0], [1, 1, 0.5, math.nan])
     close(Overlong(1.0)(rewards, context)[0, :3, 0], [0.6, 0.2, 0.1])
-    assert "share is 0" in message(Overlong, 0, error=ValueError)
     rewards = torch.tensor([[[0.5], [1.0], [0.0]], [[1.0], [1.0], [torch.nan]]], dtype=F64)
     close(First()(rewards, [2.0]), [[0, 1, -1], [0, 0, 0]])
     assert ButFirst()(torch.zeros(2, 3)).tolist() == [[False, True, True]] * 2
     assert "ButFirst" in message(lambda: ButFirst()(torch.zeros(2, 1)), error=ValueError)
-
-
-# --- rewards of texts ------------------------------------------------------------------------------------------------

@@ -1,18 +1,16 @@
 """Completions that are stopped: pruned by a quality head, or cut at the bound of tokens."""
 
-import shutil
 
 import pytest
 import torch
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.methods.validate import resolve
-from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.groups import PrunedDraws, states_at
 from flowgrpo.training import sampling
-from tests.helpers import loop, tiny_text
+from tests.helpers import loop, tiny_runs, tiny_text
 from tests.helpers.refusals import message
 
 
@@ -117,17 +115,10 @@ def test_the_head_of_a_run_learns_what_succeeds():
 
 def test_a_resumed_run_stops_the_same_completions(tmp_path):
     parts = {"draws": {"type": "PrunedDraws", "tokens": 1, "lr": 0.03, "passes": 20}}
-    def go(folder, **options):
-        settings = tiny_text.config(folder, reward="begins", train__epochs=3, train__save_every=2, train__keep=3,
-                                    parts=parts)
-        run(settings, pipe=tiny_text.model(), functions={"begins": begins},
-            prompts=[Prompt(text) for text in tiny_text.PROMPTS], **options)
-        return settings.folder
-    whole, part = go(tmp_path / "whole"), go(tmp_path / "parts")
-    for name in ("after.json", "last.json"):
-        (part / "report" / name).unlink()
-    shutil.rmtree(part / "checkpoints" / "epoch-00003")
-    go(tmp_path / "parts", resume=True)
+    def arguments(folder, **options):
+        return tiny_text.config(folder, reward="begins", parts=parts, **options), dict(
+            pipe=tiny_text.model(), functions={"begins": begins}, prompts=[Prompt(text) for text in tiny_text.PROMPTS])
+    whole, part = tiny_runs.whole_and_resumed(arguments, tmp_path)
     one, two = (checkpoint.load(folder / "checkpoints" / "epoch-00003")[0] for folder in (whole, part))
     assert one["critic/weight"].abs().max() > 0
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
@@ -139,7 +130,6 @@ def test_completions_that_are_cut_or_refused():
     for method in ("remax", "ppo"):
         assert "draws is PrunedDraws" in message(made, method=method)
     assert "text.max_tokens is 6, and parts.draws.tokens is 6" in message(drawn, tokens=6)
-    assert "begun is 1" in message(PrunedDraws, begun=1, error=ValueError)
     plain, scores, cut = advantages("keep")
     found, penalised, _ = advantages("penalise", text__penalty=0.5)
     assert 0 < cut.sum() < cut.numel() and torch.equal(scores, penalised)  # what is reported is what was scored

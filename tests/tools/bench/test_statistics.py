@@ -12,15 +12,7 @@ import pytest
 from scipy import stats
 
 from flowgrpo.tools.bench import collect, page, table
-from flowgrpo.tools.bench.collect import (
-    best_factors,
-    estimate,
-    first_crossing,
-    frontier,
-    mean_curve,
-    mean_path,
-    value_at,
-)
+from flowgrpo.tools.bench.collect import best_factors, estimate, first_crossing, frontier, mean_curve
 from flowgrpo.tools.bench.page import LONGEST, bars, shorten
 from flowgrpo.tools.bench.probe import epochs_to_measure
 
@@ -139,26 +131,23 @@ PROBED = {"diversity": {"base": 2.0, "tuned": 0.5}, "points": [
     {"epoch": 4, "kl": 2.25, "diversity": 1.0}, {"epoch": 5, "kl": -0.01, "diversity": 0.5}]}
 
 
-def test_a_frontier_by_hand():
+def test_a_frontier_its_diversity_and_its_bands_by_hand():
     assert frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, PROBED) == [
         (0, 0.0, 0.25, 1.0), (1, 2.0, 0.5, 0.75), (2, 1.5, 0.75, 0.5), (3, 0.0, 0.625, 0.25)]
     lost = PROBED | {"points": PROBED["points"][2:]}  # without the first checkpoint
     assert [point[0] for point in frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, lost)] == [0, 2, 3]
+    points = [{"epoch": 1, "kl": 1.0, "diversity": 0.0}]
+    assert frontier(0.5, {1: 0.5}, {"diversity": {"base": 0.0, "tuned": 0.0}, "points": points})[1] == (1, 1, 0.5, 1)
+    one = [(0, 0.0, 0.25, 1.0), (2, 1.0, 0.5, 0.75), (3, 9.0, 9.0, 9.0), (4, 2.0, 0.75, 0.5)]
+    other = [(0, 0.0, 0.25, 1.0), (2, 3.0, 0.25, 0.25), (4, 1.0, 1.0, 1.0)]
+    assert collect.mean_path([one, other], 2) == [(0, .25, .25, .25), (2, .375, .25, .5), (1.5, .875, .75, 1)]
+    assert collect.mean_path([one, other], 3) == [(0, 1, 1, 1), (2, .5, .25, .75), (1.5, .75, .5, 1)]
 
 
 @pytest.mark.parametrize("probed", [{}, {"kl": 1.0, "diversity": {"base": 0.0, "tuned": 0.0}}, {
     "diversity": {"base": 1.0, "tuned": 1.0}, "points": [{"epoch": 2, "kl": None, "diversity": 1.0}]}])
 def test_a_frontier_without_a_kl_is_the_base(probed):
     assert frontier(0.25, {2: 0.5}, probed) == [(0, 0.0, 0.25, 1.0)]
-
-
-def test_diversity_and_bands_by_hand():
-    points = [{"epoch": 1, "kl": 1.0, "diversity": 0.0}]
-    assert frontier(0.5, {1: 0.5}, {"diversity": {"base": 0.0, "tuned": 0.0}, "points": points})[1] == (1, 1, 0.5, 1)
-    one = [(0, 0.0, 0.25, 1.0), (2, 1.0, 0.5, 0.75), (3, 9.0, 9.0, 9.0), (4, 2.0, 0.75, 0.5)]
-    other = [(0, 0.0, 0.25, 1.0), (2, 3.0, 0.25, 0.25), (4, 1.0, 1.0, 1.0)]
-    assert mean_path([one, other], 2) == [(0, .25, .25, .25), (2, .375, .25, .5), (1.5, .875, .75, 1)]
-    assert mean_path([one, other], 3) == [(0, 1, 1, 1), (2, .5, .25, .75), (1.5, .75, .5, 1)]
 
 
 def test_the_page_draws_a_curve_per_method_over_the_distance():
@@ -190,7 +179,7 @@ def told(spent=(1000, 1005), **changes) -> dict[str, Any]:
     moved = {"mean": -0.1, "low": -0.25, "high": 0.05, "p": 0.0004, "holm": 0.0008}
     software = {"flowgrpo": "0.1.0", "torch": "2.8.0", "commit": "0123abc"}
     methods = [{"label": label, "accuracy": curve[-1][1], "low": 0.1, "high": 0.9, "lowest": 0.2, "highest": 0.8,
-                "gain": 0.3, "curve": curve, "at_cost": value_at(curve, 1000), "adjusted": {}, "seeds": 2,
+                "gain": 0.3, "curve": curve, "at_cost": collect.value_at(curve, 1000), "adjusted": {}, "seeds": 2,
                 "runs": [{"seed": seed, "evaluations": curve[-1][0]} for seed in (0, 1)], "software": software,
                 "evaluations": curve[-1][0], "difference": None if label == "a" else moved}
                for label, curve in zip(("a", "b_1&2"), curves)]

@@ -17,6 +17,8 @@ from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.text import memory as text_memory
+from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import TARGETS
 from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.tools.check import replays, report
@@ -51,35 +53,21 @@ def test_a_pipeline_that_can_be_trained(model):
     assert told == report.report(model)
 
 
-def test_embedded_guidance_and_packed_latents():
+def test_pipelines_by_class_name_packed_guided_or_with_images_as_conditioning():
+    told = report.report("StableDiffusion3Pipeline")
+    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["supported"] and told["latent_shape"] == [4, 8, 8]
+    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
+    assert told["lora_loader"] == ["load_lora_weights"]
     told = report.report((tiny.flux(), tiny.FLUX_CALL))
     assert told["supported"], told["reason"]
     assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
     assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
     assert told["replay_error"] == told["first_log_ratio"] == 0
-
-
-def test_a_loaded_pipeline_and_a_class_name_are_models_too():
-    told = report.report("StableDiffusion3Pipeline")
-    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["supported"] and told["latent_shape"] == [4, 8, 8]
-    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
-    assert told["lora_loader"] == ["load_lora_weights"]
-
-
-def test_images_are_conditioning():
     told = report.report("FluxKontextPipeline")
     assert told["supported"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
 
-def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys):
-    folder = str(tiny.save(make("WanPipeline")[0], tmp_path / "wan"))
-    assert main(["check", folder, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)["reason"]
-    assert told.startswith("WanPipeline refuses its arguments: RuntimeError: shape")
-    assert told.endswith("; it was called with its own number of frames, and image.frames sets another")
-
-
-def test_pipelines_that_cannot(tmp_path):
+def test_pipelines_that_cannot_and_a_clip_of_a_pipelines_own_length_as_a_cause(tmp_path, capsys):
     pipe = tiny.sd3()
     pipe.register_modules(scheduler=EDMEulerScheduler())
     told = report.report(str(tiny.save(pipe, tmp_path / "edm")))
@@ -88,6 +76,10 @@ def test_pipelines_that_cannot(tmp_path):
     told = report.report(str(tmp_path))
     assert not told["supported"] and "\n" not in told["reason"]
     assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
+    assert main(["check", str(tiny.save(make("WanPipeline")[0], tmp_path / "wan")), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)["reason"]
+    assert told.startswith("WanPipeline refuses its arguments: RuntimeError: shape")
+    assert told.endswith("; it was called with its own number of frames, and image.frames sets another")
 
 
 @pytest.mark.parametrize("name, reason", [
@@ -191,16 +183,13 @@ def test_a_recipes_rollout_costs_what_its_own_plan_says(options, alone, shared):
     assert (told["evaluations_per_sample"], told["evaluations_per_sample_shared"]) == (alone, shared)
 
 
-def test_the_device_is_asked_for(capsys):
+def test_the_device_is_asked_for_and_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
     assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert "Pipeline (a tiny random instance: its sizes are not those of a model)\n" in told and "GiB" not in told
     assert "\nevaluations per sample         10\n" in told
     assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
     assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
-
-
-def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
     assert main(["check", "HunyuanDiTPAGPipeline"]) == 2
     assert capsys.readouterr().out.splitlines() == [
         "model      HunyuanDiTPAGPipeline", "supported  unknown",
@@ -258,15 +247,12 @@ def test_memory_by_hand(tmp_path, language_model):
     (tmp_path / "recipe.yaml").write_text("method: grpo\nprecision: fp32\ntext: {max_tokens: 1000}\nadapter: "
                                           "{rank: 64}\ntrain: {micro_batch: 16, generation_batch: 16, group: 16}\n")
     found = {}
-    from flowgrpo.text import memory as text_memory
-    from flowgrpo.text.policies import kinds
     config = load(tmp_path / "recipe.yaml")
     policy = kinds.make_policy(config, tiny_text.model(), config.adapter)
     asked = policy.encode(["1+2="])
     for rows in (8, 16):
         train = config.train.model_copy(update={"micro_batch": rows, "generation_batch": rows})
-        own = config.model_copy(update={"train": train})
-        found[rows] = text_memory.memory(policy, own, asked)
+        found[rows] = text_memory.memory(policy, config.model_copy(update={"train": train}), asked)
     trained = 64 * 2 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48)) * 4
     assert found[16]["rollout"]["trained"] == trained
     assert found[16]["update"]["gradients and optimizer"] == 3 * trained
@@ -286,11 +272,9 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, language_model):
     args = {"pipeline": str(tiny.save(pipe, tmp_path / "pipe")), "rewards": [f"{tmp_path}/red.py:red"], "device": "cpu"}
     weights = sum(tensor.numel() * tensor.element_size() for part in pipe.components.values()
                   if isinstance(part, torch.nn.Module) for tensor in [*part.parameters(), *part.buffers()])
-    from flowgrpo.text import memory as text_memory
-    from flowgrpo.training import reward_memory
     for place, phases in (("keep", ["rollout", "update"]), ("cpu", ["rollout"])):
         config = tiny_text.config(reward={"pictured": {"args": args}}, memory__rewards=place)
-        assert reward_memory.reward_weights(config) == {"pictured": {"cpu": weights}}
+        assert memory.reward_weights(config) == {"pictured": {"cpu": weights}}
         told = report.report(language_model, config, "cpu")
         assert told["supported"] and told["rewards"]["pictured"].startswith("0.000 GiB on cpu")
         assert told["leaves_device"] == (["reward models"] if place == "cpu" else None)
@@ -302,7 +286,6 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, language_model):
 @pytest.mark.fast
 def test_kinds_of_models_and_activations():
     """Foretold from short ones, and measured."""
-    from flowgrpo.text import memory as text_memory
     policy = tiny_text.policy()
     row = policy.encode(["1+2="])
     foretold = text_memory._at(50, lambda length: text_memory._activations(policy, row, length))

@@ -34,10 +34,7 @@ FILES = {MODEL: {"model_index.json": b"{}", "unet/config.json": b"{}",
 def serving(tmp_path, monkeypatch):
     with stand_in_hub.served() as made:
         made.files = {name: dict(files) for name, files in FILES.items()}
-        template = f"{made.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        for name, value in (("HUGGINGFACE_CO_URL_TEMPLATE", template), ("ENDPOINT", made.url),
-                            ("HF_HUB_OFFLINE", False), ("HF_HUB_CACHE", str(tmp_path / "hub"))):
-            monkeypatch.setattr(constants, name, value)
+        stand_in_hub.reach(made, monkeypatch, tmp_path / "hub")
         monkeypatch.setenv("HF_ENDPOINT", made.url)  # of another process
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -55,7 +52,7 @@ def cached(root: Path, repository: str) -> set[str]:
     return {str(path.relative_to(next(folder.iterdir()))) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_all_that_is_missing_is_listed_at_once(serving):
+def test_all_that_is_missing_is_listed_at_once_with_the_page_of_a_gated_licence(serving):
     found = needs.needs(recipe(**{"memory.weights": "nf4"}))
     listed = {(need.what, need.name): [file.name for file in need.missing] for need in found}
     assert listed[("model", MODEL)] == ["model_index.json", "unet/config.json",
@@ -63,9 +60,6 @@ def test_all_that_is_missing_is_listed_at_once(serving):
     assert listed[("reward pickscore", SCORER)] == ["config.json", "model.safetensors"]
     assert listed[("reward pickscore", WORDS)] == ["tokenizer.json"] and ("extra", "bitsandbytes") in listed
     assert [need.gigabytes for need in found if need.name == SCORER] == [8e-9]
-
-
-def test_a_gated_repository_says_where_its_licence_is_accepted(serving):
     serving.gated = {MODEL}
     [model] = [need for need in needs.needs(recipe()) if need.what == "model"]
     assert model.accept == f"gated: accept its licence at {serving.url}/{MODEL}, then `hf auth login`"
@@ -178,10 +172,9 @@ def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):
     assert "nothing is missing: flowgrpo train" in capsys.readouterr().out
 
 
-def test_train_lists_all_that_is_missing_before_it_fails(serving, tmp_path, capsys, monkeypatch):
+def test_train_lists_all_that_is_missing_before_it_fails(serving, here, capsys, monkeypatch):
     """With gigabytes and the command that downloads it, in which options are as the user gave them; without the hub the
     sizes of a published model are known too."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     words = ["train", "sd15_short", "--reward={pickscore: 1, aesthetic: 0.5}", "--precision=fp32"]
     assert main([*words, "--eval.rewards=[]", "--tracker=none"]) == 2

@@ -134,8 +134,7 @@ def test_costs_grow_with_prompts_but_not_of_encoders(model):
     for name in ("rollout", "update"):
         assert many[name].flops == pytest.approx(2 * few[name].flops, rel=0.02)
     assert many["update"].allocated > few["update"].allocated  # their states
-    half = dry_run(config(model, train__prompts=8), processes=2).phases
-    assert half["rollout"].flops == few["rollout"].flops
+    assert dry_run(config(model, train__prompts=8), processes=2).phases["rollout"].flops == few["rollout"].flops
     few, many = (dry_run(config(model, train__prompts=count, memory__encoders="cpu")).phases["encode"]
                  for count in (4, 8))
     encoders = from_configs.pipeline(str(model / "model"), torch.bfloat16)
@@ -161,7 +160,7 @@ def test_phases_take_the_longer_side_and_a_first_epoch_more(model):
     assert not [reason for reason in waits if reason.startswith("to the host: samplers/growth")]
 
 
-def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_path):
+def test_measured_factors_correct_phases_alone_and_name_cards_phases_and_commits(tmp_path):
     counts = estimate.Estimate({"rollout": Phase(seconds=10.0), "update": Phase(seconds=20.0)}, 0.0)
     table = tmp_path / "measured.json"
     table.write_text(json.dumps({"H100": {"StableDiffusionXLPipeline": {
@@ -173,9 +172,6 @@ def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_
     for gpu, model in (("4090", sdxl), ("H100", "black-forest-labs/FLUX.1-dev"), ("H100", "a/folder")):
         other = counts.correct(gpu, model, table)
         assert other.seconds == 30.0 and other.basis == "computed, no measurement yet on this card"
-
-
-def test_the_packaged_factors_name_cards_phases_and_commits():
     for card, pipelines in json.loads(estimate.MEASURED.read_text()).items():
         for pipeline, found in pipelines.items():
             factors = {name: value for name, value in found.items() if name in estimate.ORDER}
@@ -285,14 +281,13 @@ def test_batch_settings_are_the_largest_that_fit(model):
 
 # --- the command -----------------------------------------------------------------------------------------------------
 @pytest.fixture
-def recipe(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "recipe.yaml"
+def recipe(model, here):
+    file = here / "recipe.yaml"
     file.write_text(config(model, reward="hpsv2.1", train__epochs=3_600_000, **LOW).yaml())
     return str(file)
 
 
-def test_the_command_prints_phases_and_what_fits(recipe, capsys):
+def test_the_command_prints_phases_and_what_fits_and_takes_keys_that_override_the_recipe(recipe, capsys):
     assert main(["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]) == 0
     page = capsys.readouterr().out
     assert "rollout" in page and "3.7 GiB of reward models" in page
@@ -300,6 +295,10 @@ def test_the_command_prints_phases_and_what_fits(recipe, capsys):
     assert "0 per rollout step" in page and "does not fit" not in page
     seconds = dry_run(load(recipe), GPUS["H200"]).seconds
     assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
+    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--train.epochs=7", "--train.micro_batch", "2",
+                 "--verbose"]) == 0
+    page = capsys.readouterr().out
+    assert "of all 7 epochs" in page and "2 at once" in page
 
 
 REPORT = {"peak": 16.83, "room": 22.04, "hours": 41.9, "processes": 1, "gpu": "4090", "above": [], "nearest": None,
@@ -368,13 +367,6 @@ def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys)
     file.write_text(config(model, memory__shard=True, memory__weights="int8").yaml())
     assert main(["check", "--trust", "--recipe", str(file), "--gpu", "h200", "--processes", "2"]) == 2
     assert "memory.shard is true, which does not go with memory.weights: int8" in capsys.readouterr().err
-
-
-def test_the_command_takes_keys_that_override_the_recipe(recipe, capsys):
-    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--train.epochs=7", "--train.micro_batch", "2",
-                 "--verbose"]) == 0
-    page = capsys.readouterr().out
-    assert "of all 7 epochs" in page and "2 at once" in page
 
 
 @pytest.mark.parametrize("arguments, text", [
@@ -453,9 +445,8 @@ def test_an_image_model_keeps_what_both_tables_say(method, monkeypatch):
     assert clocks[0].drawn - clocks[0].began == near(found["states"])
 
 
-@pytest.mark.parametrize("method", ["grpo"])
-def test_a_language_model_keeps_what_the_table_says(method):
-    config = tiny_text.config(adapter__rank=RANK, method=method)
+def test_a_language_model_keeps_what_the_table_says():
+    config = tiny_text.config(adapter__rank=RANK, method="grpo")
     trainer, found = kept(text_trainer, config)
     told = text_memory.memory(trainer.policy, config, trainer.policy.encode(["1+2="]))["update"]
     assert told["model"] == near(found["weights"]) and told["trained"] == found["lora"]

@@ -80,8 +80,7 @@ def test_peak_and_flops_of_a_linear_layers_training_step_by_hand():
     meta, rows, wide, narrow = MetaGPU(SLOW), 256, 128, 64
     with meta.running(), meta.during("work"):
         layer = torch.nn.Linear(wide, narrow, bias=False, device="meta")
-        x = torch.empty(rows, wide, device="meta", requires_grad=True)
-        output = layer(x)
+        output = layer(torch.empty(rows, wide, device="meta", requires_grad=True))
         output.backward(torch.empty_like(output))
     work = meta.phases["work"]
     assert work.flops == 3 * 2 * rows * wide * narrow  # forward, and the gradients of input and weight

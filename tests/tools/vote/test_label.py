@@ -42,14 +42,13 @@ SAMPLES = {"1+1=": ("2", "2", ["2", "3", "222", "2"]), "2+2=": ("4", "4", ["4", 
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def place(here) -> Path:
     """A folder with rewards and a folder of texts, which is the present one."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(REWARDS)
-    write(tmp_path / "texts", SAMPLES)
-    (tmp_path / "aspects.yaml").write_text("right: {use: 'mine.py:right', weight: 4}\n"
-                                           "brief: {use: 'mine.py:length', weight: -1}\n")
-    return tmp_path
+    (here / "mine.py").write_text(REWARDS)
+    write(here / "texts", SAMPLES)
+    (here / "aspects.yaml").write_text("right: {use: 'mine.py:right', weight: 4}\n"
+                                       "brief: {use: 'mine.py:length', weight: -1}\n")
+    return here
 
 
 def write(folder: Path, samples: dict, key: str = "base_text") -> None:
@@ -63,7 +62,7 @@ def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_the_best_and_the_worst_by_the_sum_with_verdicts_of_aspects(place, capsys):
+def test_the_best_and_the_worst_with_verdicts_of_aspects_and_a_judge_of_pairs_of_whole_groups(place, capsys):
     assert main(["reward", "label", "texts", "--rewards", "aspects.yaml", "--output", "out/pairs.jsonl"]) == 0
     assert rows(place / "out/pairs.jsonl") == [
         # Totals 4 * right - length: "2" 3, "3" -1, "222" -3; "4" 3, "4444" -4.
@@ -74,6 +73,9 @@ def test_the_best_and_the_worst_by_the_sum_with_verdicts_of_aspects(place, capsy
     [first, _] = load_pairs(place / "out/pairs.jsonl", text=True)
     assert first.verdicts == {"overall": 1, "right": 1, "brief": 1} and first.margins["overall"] == 6
     assert "2 pairs of 2 prompts, 0 of which have none" in capsys.readouterr().out
+    assert main(["reward", "label", "texts", "--rewards", "mine.py:wins"]) == 0
+    assert [(row["chosen"], row["rejected"], row["margins"]) for row in rows(place / "pairs.jsonl")] == [
+        ("222", "3", {"overall": 1}), ("4444", "4", {"overall": 1})]
 
 
 def test_pairs_by_margins_and_single_rewards(place):
@@ -86,12 +88,6 @@ def test_pairs_by_margins_and_single_rewards(place):
     write(place / "third", {"1+1=": ("2", "", ["333"])})
     assert main(["reward", "label", "texts", "third", "--rewards", "mine.py:length", "--output", "b.jsonl"]) == 0
     assert rows(place / "b.jsonl")[0] == {"prompt": "1+1=", "chosen": "222", "rejected": "3", "margins": {"overall": 2}}
-
-
-def test_a_pairwise_judge_sees_whole_groups(place):
-    assert main(["reward", "label", "texts", "--rewards", "mine.py:wins"]) == 0
-    assert [(row["chosen"], row["rejected"], row["margins"]) for row in rows(place / "pairs.jsonl")] == [
-        ("222", "3", {"overall": 1}), ("4444", "4", {"overall": 1})]
 
 
 def test_the_same_command_goes_on_and_scores_nothing_twice(place):
@@ -183,8 +179,7 @@ def test_samples_of_a_model_are_drawn_once(place):
 def test_mistakes_are_one_line(place, capsys, arguments, told):
     (place / "votes.jsonl").write_text("{}\n")
     write(place / "single", {"3=": SAMPLES["3="]})
-    error = error_line(capsys, "reward", "label", *arguments)
-    assert told in error
+    assert told in error_line(capsys, "reward", "label", *arguments)
 
 
 def test_the_choice_of_pairs_by_hand():

@@ -33,7 +33,7 @@ def never() -> None:
 
 def place_of(live: LiveBallot, name: str, image: int) -> int:
     """Where the page shows an image of a question."""
-    return [live.file(name, place) for place in range(live.count(name))].index(live.questions[name].files[image])
+    return live.files(name).index(live.questions[name].files[image])
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_a_batch_is_learned_once_each_of_its_questions_has_a_vote(ballot, tmp_pa
     live.vote("0.q1", [0, 1], TIE)
     votes = live.wait(0, never)
     assert votes[0].choice == 2 and sorted(votes[0].shown) == [0, 1, 2, 3]
-    assert votes[1].choice == TIE and [live.questions["0.q1"].files[shown] for shown in votes[1].shown] == [
-        live.file("0.q1", place) for place in (0, 1)]
+    assert votes[1].choice == TIE and live.files("0.q1")[:2] == tuple(
+        live.questions["0.q1"].files[shown] for shown in votes[1].shown)
     assert live.state()["question"] is None and not live.state()["undo"]
     with pytest.raises(Refused):
         live.vote("0.q1", [0, 1], 0)
@@ -122,7 +122,7 @@ def test_votes_are_on_disk_before_the_next_one_and_a_cut_line_is_dropped(ballot,
     again.ask(questions(tmp_path, 0, 3))
     assert again.log.votes == live.log.votes and again.log.votes["0.q0"].choice == 3
     assert again.log.votes["0.q1"].choice == again.log.votes["0.q1"].shown[0]
-    assert [again.file("0.q2", place) for place in range(4)] == [live.file("0.q2", place) for place in range(4)]
+    assert again.files("0.q2") == live.files("0.q2") and len(live.files("0.q2")) == 4
     assert again.state()["question"]["name"] == "0.q2"
     again.vote("0.q2", [0, 1, 2, 3], TIE)
     assert len(VoteLog(file).votes) == 3
@@ -133,7 +133,7 @@ def test_votes_are_on_disk_before_the_next_one_and_a_cut_line_is_dropped(ballot,
 def test_checks_are_blind_and_count_a_tie_as_one_half(ballot, tmp_path):
     live = ballot(seed=1)
     live.ask(questions(tmp_path, 0, 12, check=True))
-    left = {name: live.file(name, 0) for name in live.questions}
+    left = {name: live.files(name)[0] for name in live.questions}
     assert {file.stem[-1] for file in left.values()} == {"0", "1"}  # base and now on both sides
     for number, (name, file) in enumerate(left.items()):
         now = 0 if file.stem.endswith("1") else 1
@@ -154,12 +154,9 @@ def test_images_are_in_random_places_of_the_seed(ballot, tmp_path):
     assert first != [vote.choice for vote in other.log.votes.values()]
 
 
-def test_the_targets_of_votes():
+def test_the_targets_of_votes_and_their_pairs(tmp_path):
     assert Vote((0, 1, 2, 3), 2).target == [0, 0, 1, 0] and Vote((0, 1), TIE).target == [0.5, 0.5]
     assert Vote((0, 1, 2, 3), TIE).target == [0.25] * 4 and Vote((0, 1), SKIP).target is None
-
-
-def test_votes_become_pairs(tmp_path):
     log = VoteLog(tmp_path / "votes.jsonl")
     votes = Vote((0, 1, 2, 3), 2), Vote((0, 1), TIE), Vote((0, 1, 2, 3), TIE), Vote((0, 1), SKIP)
     for question, vote in zip(questions(tmp_path, 0, 4), votes):

@@ -107,15 +107,10 @@ def test_noised_finals_of_an_expansion_are_scored_under_the_prompt_itself():
     assert part.transitions[0].old.guided is None
 
 
-def test_the_drift_of_the_policy_is_that_of_its_own_samples():
+def test_the_drift_of_the_policy_is_that_of_its_own_samples_and_replayed_groups_keep_their_mark():
     trainer, epoch = guided_texts()
     parts, learned = epoch.parts, epoch.conditioning
     assert drift(parts, lambda part: trainer.rollouts.replay(part, learned), trainer.processes) <= 1e-9
     assert drift(parts[-1:], lambda part: trainer.rollouts.replay(part, learned), trainer.processes) == 0
-
-
-def test_replayed_groups_keep_the_mark_of_guidance():
-    trainer, epoch = guided_texts()
     [taken] = epoch.parts[-1].transitions
-    keep = torch.tensor([True, False, True, True])
-    assert taken.select(keep).old.guided.tolist() == [True] * 3
+    assert taken.select(torch.tensor([True, False, True, True])).old.guided.tolist() == [True] * 3

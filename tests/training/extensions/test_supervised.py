@@ -315,8 +315,7 @@ def test_only_verified_explanations_are_learned_from_the_plain_prompt():
         made = tiny_text.trainer(rewards={"short": partial(constant, verdict)}, train__prompts=4, parts={"data": {
             "type": "NextToken", "source": {"type": "Explained", "template": "{prompt}{right}{wrong}"}}})
         epoch = loop.draw(made)
-        totals = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
-        collect(made, epoch, totals)
+        collect(made, epoch, torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4]))
         found = loop.term(made).examples.collected  # of the prompt alone that has right and wrong samples
         assert [example.prompt for example in found] == [epoch.groups.prompts[1]] * count
         assert all(example.content.ndim == 1 and len(example.content) for example in found)

@@ -13,34 +13,8 @@ import torch
 import transformers
 
 from flowgrpo.tools.check.tiny import images, unets, videos
-from flowgrpo.tools.check.tiny.parts import (
-    READER,
-    SIZE,
-    TOKENS,
-    WIDTH,
-    Factories,
-    Network,
-    Parts,
-    Pipeline,
-    autoencoder,
-    awake,
-    chat_tokenizer,
-    construct,
-    flux2_vae,
-    image,
-    lively,
-    network,
-    prompt_reader,
-    qwen3_vl,
-    qwen_vae,
-    shifted_scheduler,
-    still_autoencoder,
-    t5,
-    tokenizer,
-    video,
-    video_image,
-    vision_processor,
-)
+from flowgrpo.tools.check.tiny import parts as tiny
+from flowgrpo.tools.check.tiny.parts import SIZE, TOKENS, WIDTH, Factories, Network, Parts, Pipeline, lively, network
 
 Further = Callable[[Parts], Parts]  # builds further parts, or others, of those of a pipeline
 
@@ -65,12 +39,12 @@ def like(kind: str, denoiser: str = "transformer", **values: Any) -> Further:
         cls: Any = getattr(diffusers, kind)
         known = inspect.signature(cls.__init__).parameters
         shared = {name: value for name, value in _configuration(parts[denoiser]).items() if name in known}
-        return {"controlnet": awake(lively(cls(**shared | values)))}
+        return {"controlnet": tiny.awake(lively(cls(**shared | values)))}
     return build
 
 
 def _still(further: Further) -> Further:
-    return lambda parts: {"vae": still_autoencoder()} | further(parts)
+    return lambda parts: {"vae": tiny.still_autoencoder()} | further(parts)
 
 
 def denoiser(kind: str, further: Further = lambda parts: {}, name: str = "transformer", **options: Any) -> Further:
@@ -83,13 +57,13 @@ def denoiser(kind: str, further: Further = lambda parts: {}, name: str = "transf
 
 def _krea2(parts: Parts) -> Parts:
     """Its blocks read twelve of 36 layers of the text encoder by number."""
-    reader = qwen3_vl(parts["tokenizer"], "Qwen3VLModel", 36)
+    reader = tiny.qwen3_vl(parts["tokenizer"], "Qwen3VLModel", 36)
     return {"text_encoder": reader} | changed(transformer={"num_text_layers": 12})(parts)
 
 
 def _template(parts: Parts) -> Parts:
     """The blocks cut the tokens of the model's own template off."""
-    tokens = chat_tokenizer()
+    tokens = tiny.chat_tokenizer()
     tokens.chat_template = "x" * 108 + tokens.chat_template + "."
     return {"tokenizer": tokens}
 
@@ -112,43 +86,43 @@ def _anima(parts: Parts) -> Parts:
     conditioner = diffusers.AnimaTextConditioner(
         source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=514,
         min_sequence_length=8)
-    return {"transformer": lively(cosmos), "text_conditioner": conditioner, "vae": qwen_vae(),
-            "t5_tokenizer": tokenizer(), **prompt_reader(), "scheduler": shifted_scheduler()}
+    return {"transformer": lively(cosmos), "text_conditioner": conditioner, "vae": tiny.qwen_vae(),
+            "t5_tokenizer": tiny.tokenizer(), **tiny.prompt_reader(), "scheduler": tiny.shifted_scheduler()}
 
 
 def _flux3(parts: Parts, distilled: bool = False) -> Parts:
-    processor = vision_processor()
+    processor = tiny.vision_processor()
     flux3 = network("Flux3Transformer2DModel", in_channels=16, cond_in_channels=16, joint_attention_dim=8 * 16,
                     timestep_channels=16, mlp_ratio=3.0, axes_dims_rope=(4, 4, 4, 4), flow_map=distilled)
-    return {"transformer": lively(flux3), "tokenizer": processor, "vae": flux2_vae(),
-            "text_encoder": qwen3_vl(processor.tokenizer, layers=33), "scheduler": shifted_scheduler()}
+    return {"transformer": lively(flux3), "tokenizer": processor, "vae": tiny.flux2_vae(),
+            "text_encoder": tiny.qwen3_vl(processor.tokenizer, layers=33), "scheduler": tiny.shifted_scheduler()}
 
 
 def _motif(parts: Parts) -> Parts:
-    sizes = READER | {"num_hidden_layers": 1}
+    sizes = tiny.READER | {"num_hidden_layers": 1}
     config = transformers.T5Gemma2EncoderConfig(
         text_config=sizes | {"vocab_size": 600, "num_key_value_heads": 1, "head_dim": 8, "dropout_rate": 0.0,
                              "attention_dropout": 0.0},
         vision_config=sizes | {"image_size": 28, "patch_size": 14})
     return {"text_encoder": transformers.T5Gemma2Encoder(config),
             "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
-            "scheduler": shifted_scheduler(), "tokenizer": tokenizer()}
+            "scheduler": tiny.shifted_scheduler(), "tokenizer": tiny.tokenizer()}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 SMALL = SIZE | {"max_sequence_length": TOKENS}
 CLIP = {"num_frames": 5}
-IMAGE = {"image": video_image()}
-PICTURE = {"image": image(), "strength": 0.9}
-STARTED = PICTURE | {"control_image": image()}
-CONTROL = {"control_image": image()}
+IMAGE = {"image": tiny.video_image()}
+PICTURE = {"image": tiny.image(), "strength": 0.9}
+STARTED = PICTURE | {"control_image": tiny.image()}
+CONTROL = {"control_image": tiny.image()}
 MASKED = unets.MASKED | {"strength": 1.0}
 NINE = changed(unet={"in_channels": 9})
 WIDER = _still(changed(transformer={"in_channels": 32, "out_channels": 16}))
 UNION = like("ControlNetUnionModel", "unet", conditioning_embedding_out_channels=(8, 8), num_trans_channel=8,
              num_trans_head=2, num_proj_channel=8)
-UNION_CALL = {"control_image": [image()], "control_mode": [0]}
+UNION_CALL = {"control_image": [tiny.image()], "control_mode": [0]}
 # A class, without its "Pipeline"; the one whose parts it has, further parts, further arguments of its call.
 ROWS: dict[str, tuple[Any, ...]] = {
     **{f"{name}Modular": (name,) for name in (
@@ -183,7 +157,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
         "unet": unets.unet(cross_attention_dim=2 * WIDTH, **unets.TWO_STAGES, **unets.POOLED),
         "motion_adapter": videos.motion_adapter(),
         "scheduler": diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False)}, {"num_frames": 4}),
-    "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": video(5)}),
+    "AnimateDiffVideoToVideo": ("AnimateDiff", None, {"video": tiny.video(5)}),
     "DreamLiteMobile": ("DreamLite",),
     "Flux2KleinKV": ("Flux2Klein",),
     # The encoder's images are of 16 x 16, its embeddings as wide as those that the denoiser reads.
@@ -198,7 +172,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "LTX2InContext": ("LTX2",),
     "LucyEdit": ("WanVideoToVideo", changed(transformer={"in_channels": 8})),
     "SanaImageToVideo": ("SanaVideo", None, IMAGE),
-    "StableDiffusionXLInstructPix2Pix": ("StableDiffusionXL", changed(unet={"in_channels": 8}), {"image": image()}),
+    "StableDiffusionXLInstructPix2Pix": ("StableDiffusionXL", changed(unet={"in_channels": 8}), {
+        "image": tiny.image()}),
     "ZImageOmni": ("ZImage", lambda parts: {"siglip": None, "siglip_processor": None}),
     # ControlNets, adapters and inpainting.
     **{f"{name}Img2Img": (name, None, STARTED) for name in (
@@ -223,7 +198,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "IF": ("StableDiffusion", lambda parts: {
         "unet": unets.unet(in_channels=3, out_channels=6, sample_size=16, encoder_hid_dim=WIDTH,
                            encoder_hid_dim_type="text_proj"),
-        **t5(length=77), **unets.UNCHECKED, "watermarker": None, "scheduler": diffusers.DDPMScheduler(
+        **tiny.t5(length=77), **unets.UNCHECKED, "watermarker": None, "scheduler": diffusers.DDPMScheduler(
             beta_schedule="squaredcos_cap_v2", variance_type="learned_range", clip_sample=False)},
         {"clean_caption": False}),
     "MotifVideo": ("Wan", denoiser("MotifVideoTransformer3DModel", _motif, in_channels=9)),
@@ -233,10 +208,12 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "EasyAnimate": ("Wan", denoiser("EasyAnimateTransformer3DModel", lambda parts: {
         "vae": diffusers.AutoencoderKLMagvit(
             latent_channels=4, block_out_channels=[4, 4, 4, 4], layers_per_block=1, norm_num_groups=2),
-        **prompt_reader(), "scheduler": shifted_scheduler()}, in_channels=4, out_channels=4, patch_size=2), CLIP),
+        **tiny.prompt_reader(), "scheduler": tiny.shifted_scheduler()},
+        in_channels=4, out_channels=4, patch_size=2), CLIP),
     "DreamLite": ("", denoiser("DreamLiteUNetModel", lambda parts: {
-        "processor": (processor := vision_processor()), "tokenizer": processor.tokenizer,
-        "text_encoder": qwen3_vl(processor.tokenizer), "vae": autoencoder(), "scheduler": shifted_scheduler()},
+        "processor": (processor := tiny.vision_processor()), "tokenizer": processor.tokenizer,
+        "text_encoder": tiny.qwen3_vl(processor.tokenizer), "vae": tiny.autoencoder(),
+        "scheduler": tiny.shifted_scheduler()},
         "unet", block_out_channels=(8, 8), norm_num_groups=2, attention_head_dim=4, num_attention_heads=None,
         cross_attention_dim=16, sample_size=8, down_block_types=("DreamLiteCrossAttnDownBlock2D",) * 2,
         up_block_types=("DreamLiteCrossAttnUpBlock2D",) * 2), SMALL),
@@ -252,7 +229,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
         "unet": lively(network("Kandinsky3UNet", time_embedding_dim=16, groups=2, attention_head_dim=8,
                                layers_per_block=3, block_out_channels=(16, 32), cross_attention_dim=16,
                                encoder_hid_dim=16)),
-        **t5(length=128), "scheduler": diffusers.DDPMScheduler(clip_sample=False)}, SIZE),
+        **tiny.t5(length=128), "scheduler": diffusers.DDPMScheduler(clip_sample=False)}, SIZE),
 }
 
 
@@ -271,7 +248,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     if name.endswith("Modular"):
         pipe: Pipeline = of_parts(cls, parts)
     else:
-        pipe = construct(cls, parts)
+        pipe = tiny.construct(cls, parts)
         for key, value in vars(like).items() if base else ():  # of templates and lengths
             if not key.startswith("_") and isinstance(value, (int, str, list)):
                 setattr(pipe, key, value)

@@ -12,30 +12,9 @@ from typing import Any
 import diffusers
 import torch
 
+from flowgrpo.tools.check.tiny import parts as tiny
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux_parts, sd3_parts
-from flowgrpo.tools.check.tiny.parts import (
-    SIZE,
-    WIDTH,
-    Network,
-    Parts,
-    Pipeline,
-    Scheduler,
-    assemble,
-    autoencoder,
-    awake,
-    clip,
-    factories,
-    flux_transformer,
-    image,
-    image_encoder,
-    image_processor,
-    lively,
-    network,
-    still_autoencoder,
-    t5,
-    tokenizer,
-    with_t5,
-)
+from flowgrpo.tools.check.tiny.parts import SIZE, WIDTH, Network, Parts, Pipeline, Scheduler, lively, network
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SD_NOISE = BETAS | {"steps_offset": 1, "timestep_spacing": "leading"}
@@ -64,13 +43,13 @@ def lcm() -> Scheduler:
 
 def sd15_parts(**given: Any) -> Parts:
     """Noise is predicted by a U-Net of one block, without a safety checker."""
-    return {"unet": unet(), "scheduler": pndm(), "vae": autoencoder(), **clip(), **UNCHECKED, **given}
+    return {"unet": unet(), "scheduler": pndm(), "vae": tiny.autoencoder(), **tiny.clip(), **UNCHECKED, **given}
 
 
 def sdxl_parts(**given: Any) -> Parts:
     """Two text encoders; pooled embeddings and sizes in addition to the time."""
-    return {"unet": unet(cross_attention_dim=2 * WIDTH, **POOLED), "vae": autoencoder(), **clip(),
-            **clip("_2", projected=True), "scheduler": diffusers.EulerDiscreteScheduler(**SD_NOISE),
+    return {"unet": unet(cross_attention_dim=2 * WIDTH, **POOLED), "vae": tiny.autoencoder(), **tiny.clip(),
+            **tiny.clip("_2", projected=True), "scheduler": diffusers.EulerDiscreteScheduler(**SD_NOISE),
             "add_watermarker": False, **given}
 
 
@@ -78,7 +57,7 @@ def pixart() -> Parts:
     """Its transformer predicts noise and its variance; the pipeline drops the variance."""
     denoiser = network("PixArtTransformer2DModel", num_layers=2, attention_head_dim=8, out_channels=8,
                        caption_channels=WIDTH, cross_attention_dim=16, use_additional_conditions=False)
-    return with_t5(denoiser, scheduler=diffusers.DPMSolverMultistepScheduler())
+    return tiny.with_t5(denoiser, scheduler=diffusers.DPMSolverMultistepScheduler())
 
 
 def unet(**options: Any) -> Network:
@@ -116,7 +95,7 @@ MASKED = {"image": large_image(), "mask_image": (large_image(1) > 0.5).float()}
 
 def unet_controlnet(width: int = WIDTH, **options: Any) -> Network:
     """Return a ControlNetModel for the tiny U-Nets. width: of the prompt's embeddings."""
-    return awake(lively(diffusers.ControlNetModel(
+    return tiny.awake(lively(diffusers.ControlNetModel(
         block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
         cross_attention_dim=width, attention_head_dim=2, norm_num_groups=4, conditioning_embedding_out_channels=(8, 8),
         **options)))
@@ -128,15 +107,15 @@ def sd3_controlnet() -> Parts:
     control = lively(network(
         "SD3ControlNetModel", attention_head_dim=8, joint_attention_dim=32, pooled_projection_dim=32,
         pos_embed_max_size=4, qk_norm="rms_norm"))
-    vae = still_autoencoder()
+    vae = tiny.still_autoencoder()
     for block in control.controlnet_blocks:
         block.weight.data.mul_(0.1)
-    return parts | {"vae": vae, "controlnet": awake(control)}
+    return parts | {"vae": vae, "controlnet": tiny.awake(control)}
 
 
 def ip_adapter(seed: int = 0) -> Pipeline:
-    pipe, _ = assemble("StableDiffusionPipeline", sd15_parts, {}, seed=seed)
-    pipe.register_modules(image_encoder=image_encoder(), feature_extractor=image_processor())
+    pipe, _ = tiny.assemble("StableDiffusionPipeline", sd15_parts, {}, seed=seed)
+    pipe.register_modules(image_encoder=tiny.image_encoder(), feature_extractor=tiny.image_processor())
     pipe.load_ip_adapter(ip_adapter_weights(pipe.unet), subfolder="", weight_name="")
     pipe.set_ip_adapter_scale(1.0)
     return pipe
@@ -157,23 +136,23 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
     return {"image_proj": image, "ip_adapter": adapter}
 
 
-FACTORIES = factories({
+FACTORIES = tiny.factories({
     # SDXL's U-Net, conditioned on a ChatGLM.
     "KolorsPipeline": (lambda: {
         "unet": unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **POOLED), **_chatglm(),
-        "vae": autoencoder(), "scheduler": diffusers.EulerDiscreteScheduler(
+        "vae": tiny.autoencoder(), "scheduler": diffusers.EulerDiscreteScheduler(
             **SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})}, {"max_sequence_length": 16}),
     # v-prediction, a BERT (here a CLIP) and a T5, whose lengths the pipeline's code fixes; latents of 4 x 4.
     "HunyuanDiTPipeline": (lambda: {
         "transformer": lively(network(
             "HunyuanDiT2DModel", sample_size=4, num_layers=2, patch_size=2, attention_head_dim=8, in_channels=4,
             hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH)),
-        "vae": autoencoder(stages=4), **clip(length=77), **t5("_2", 256), **UNCHECKED,
+        "vae": tiny.autoencoder(stages=4), **tiny.clip(length=77), **tiny.t5("_2", 256), **UNCHECKED,
         "scheduler": diffusers.DDPMScheduler(**BETAS | {"beta_end": 0.02}, clip_sample=False, steps_offset=1,
                                              prediction_type="v_prediction")},
         {"height": 32, "width": 32, "use_resolution_binning": False}),
     # v-prediction from a terminal signal of zero.
-    "CogView3PlusPipeline": (lambda: with_t5(
+    "CogView3PlusPipeline": (lambda: tiny.with_t5(
         network("CogView3PlusTransformer2DModel", num_layers=2, attention_head_dim=8, condition_dim=4,
                 pos_embed_max_size=8),
         scheduler=diffusers.CogVideoXDDIMScheduler(
@@ -184,7 +163,7 @@ FACTORIES = factories({
         "transformer": lively(network(
             "OmniGenTransformer2DModel", hidden_size=16, time_step_dim=4, vocab_size=1024, pad_token_id=0,
             pos_embed_max_size=8, rope_scaling={"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4})),
-        "vae": autoencoder(), "tokenizer": tokenizer(),
+        "vae": tiny.autoencoder(), "tokenizer": tiny.tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}, {}),
     "StableDiffusionPipeline": (sd15_parts, {}),
     "StableDiffusionXLPipeline": (sdxl_parts, {}),
@@ -202,10 +181,10 @@ FACTORIES = factories({
     "PixArtAlphaPipeline": (pixart, SMALL),
     "PixArtSigmaPipeline": (pixart, SMALL),
     "StableDiffusionImg2ImgPipeline": (sd15_parts, {"image": large_image()}),
-    "StableDiffusionControlNetPipeline": (sd15_parts, {"image": image()}, {"controlnet": unet_controlnet}),
-    "StableDiffusionXLControlNetPipeline": (sdxl_parts, {"image": image()}, {
+    "StableDiffusionControlNetPipeline": (sd15_parts, {"image": tiny.image()}, {"controlnet": unet_controlnet}),
+    "StableDiffusionXLControlNetPipeline": (sdxl_parts, {"image": tiny.image()}, {
         "controlnet": lambda: unet_controlnet(2 * WIDTH, **POOLED)}),
-    "StableDiffusion3ControlNetPipeline": (sd3_controlnet, SD3_CALL | {"control_image": image()}),
-    "FluxControlNetPipeline": (flux_parts, FLUX_CALL | {"control_image": image()}, {
-        "controlnet": lambda: lively(flux_transformer("FluxControlNetModel"))}),
-}) | {"StableDiffusionPipeline (IP-Adapter)": lambda seed=0: (ip_adapter(seed), {"ip_adapter_image": image()})}
+    "StableDiffusion3ControlNetPipeline": (sd3_controlnet, SD3_CALL | {"control_image": tiny.image()}),
+    "FluxControlNetPipeline": (flux_parts, FLUX_CALL | {"control_image": tiny.image()}, {
+        "controlnet": lambda: lively(tiny.flux_transformer("FluxControlNetModel"))}),
+}) | {"StableDiffusionPipeline (IP-Adapter)": lambda seed=0: (ip_adapter(seed), {"ip_adapter_image": tiny.image()})}

@@ -60,7 +60,7 @@ class Watched:
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
-def test_a_replayed_step_goes_through_the_expert_of_the_rollout():
+def test_both_experts_have_a_lora_and_a_replayed_step_goes_through_that_of_the_rollout():
     policy = policy_of("WanPipeline (2.2)")
     encoded("WanPipeline (2.2)")
     watched = Watched(policy)
@@ -69,18 +69,13 @@ def test_a_replayed_step_goes_through_the_expert_of_the_rollout():
     for k, rows, new in replay(policy, encoded("WanPipeline (2.2)"), part, 4):
         [expert] = watched.taken()
         assert expert == ("transformer", "transformer", "transformer_2", "transformer_2")[k]
-        old = part.transitions[k].old
-        assert (new.logp - old.logp[rows]).abs().max() <= 1e-6
+        assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
         new.logp.sum().backward()
-        reached = {key.split(".")[0] for key, p in policy.weights.named.items() if p.grad is not None}
-        assert reached == {expert}
+        assert {key.split(".")[0] for key, p in policy.weights.named.items() if p.grad is not None} == {expert}
         for parameter in policy.weights.parameters():
             parameter.grad = None
     for hook in watched.hooks:
         hook.remove()
-
-
-def test_both_experts_have_a_lora():
     named = policy_of("WanPipeline (2.2)").weights.named
     sizes = [sum(p.numel() for key, p in named.items() if key.startswith(f"{name}."))
              for name in ("transformer", "transformer_2")]

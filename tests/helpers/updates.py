@@ -1,0 +1,33 @@
+"""An update of a trainer in its two halves: the parts of an epoch that teach, and the gradient of their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.train import Trainer
+from flowgrpo.training import sampling
+from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.optimizer import decisions
+from tests.helpers import loop
+
+
+def credited(trainer: Trainer) -> tuple[list[Part], Any]:
+    """The parts of two prompts of which something is left to train, with their advantages, and the conditioning."""
+    batch = trainer.prompts[:2]
+    parts, conditioning, scores = sampling.sample(trainer, batch)
+    found = loop.credit(trainer, parts, scores, [prompt.key for prompt in batch])
+    return [part for part in found if part is not None], conditioning
+
+
+def gradient(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> torch.Tensor:
+    """The gradient of these parts of texts, one flat tensor."""
+    trainer.optimization.optimizer.zero_grad()
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
+    count = decisions(parts, trainer.method.loss.reduction)
+    for part in parts:
+        loop.backward(trainer, part, conditioning, {0: 1.0}, count, UpdateStats())
+    return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
