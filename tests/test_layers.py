@@ -214,6 +214,19 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return found
 
 
+def test_names_that_scripts_tests_and_examples_import_are_there():
+    root, missing = PACKAGE.parent, []
+    for file in (each for folder in ("scripts", "tests", "examples") for each in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] != "flowgrpo":
+                continue
+            module = import_module(node.module)
+            missing += [f"{file.relative_to(root)}:{node.lineno}: {alias.name}" for alias in node.names
+                        if not (hasattr(module, alias.name) or hasattr(module, "__path__")
+                                and importlib.util.find_spec(f"{node.module}.{alias.name}"))]
+    assert missing == []
+
+
 def above(counts: dict[str, int], limit: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > limit}
 

@@ -101,7 +101,7 @@ def rows(epochs: bool, only: Sequence[str] = (), save: str | None = None) -> lis
     from flowgrpo.tools.check.report import report
 
     found = []
-    for name in only or sorted({*tiny.factories(), *tiny.UNFIT}, key=str.lower):
+    for name in only or sorted(tiny.factories(), key=str.lower):
         told = report(name)
         if told["supported"]:
             told["epoch"] = epoch(*tiny.make(name)) if epochs else ""

@@ -19,7 +19,7 @@ from common import make_trainer
 from tune_rates import commit
 
 from flowgrpo.config import load
-from flowgrpo.contrib.step_size.extension import COMPLETIONS, STATES, Step
+from flowgrpo.contrib.step_size.extension import COMPLETIONS, STATES
 from flowgrpo.contrib.step_size.signals import Tokens, Velocity
 from flowgrpo.storage import atomic
 from flowgrpo.train import Trainer
@@ -54,14 +54,18 @@ class Readings(Extension):
     @torch.no_grad()
     def on_stepped(self) -> None:
         """Read the multiples of a step, and leave it as it was."""
-        step, signal = Step(self.trainer.policy.weights.named, self.before), self.signal
+        named, signal, found = self.trainer.policy.weights.named, self.signal, list[float]()
         assert signal is not None
-        step.scale(0.0)
-        start, found = signal.read(), []
-        for factor in FACTORS:
-            step.scale(factor)
-            found.append(signal.size(*signal.sums(start, signal.read())))
-        step.scale(1.0)
+        after = {key: weight.detach().clone() for key, weight in named.items()}
+        for factor in (0, *FACTORS):
+            for key, weight in named.items():
+                weight.copy_(torch.lerp(self.before[key], after[key], factor))
+            if factor == 0:
+                start = signal.read()
+            else:
+                found.append(signal.size(*signal.sums(start, signal.read())))
+        for key, weight in named.items():
+            weight.copy_(after[key])
         self.rows.append(found)
 
 

@@ -1,6 +1,7 @@
 """Targets of the battery: by name the strategy of its cases, and the readers that each case passes through."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -138,7 +139,7 @@ def scored(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def run(changes: dict[str, bytes | None], folder: Path) -> None:
-    from flowgrpo.evaluation import runs
+    from flowgrpo.cli.runs import runs as list_runs
     from flowgrpo.evaluation.report import report
     place = folder / "runs" / "mine"
     shutil.copytree(CORPUS / "run", place)
@@ -147,9 +148,9 @@ def run(changes: dict[str, bytes | None], folder: Path) -> None:
         if content is not None:
             other = place / os.fsdecode(content[1:]) if content[:1] == b"=" else None
             (place / name).write_bytes(other.read_bytes() if other and other.is_file() else content)
-    with contextlib.suppress(UserError):
-        from flowgrpo.cli.runs import _cells
-        json.dumps([_cells(each) for each in runs.list_runs(folder / "runs")])
+    with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
+        list_runs(folder / "runs")
+        list_runs(folder / "runs", as_json=True)
     with contextlib.suppress(UserError):
         from flowgrpo.export.export import load_finished
         load_finished(place)
