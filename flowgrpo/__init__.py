@@ -8,8 +8,6 @@
 Importing the package does not import torch; the names below are loaded at their first use.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Run `python -m flowgrpo` as the command `flowgrpo`."""
 
-from __future__ import annotations
-
 import sys
 
 from flowgrpo.cli import main

@@ -1,7 +1,5 @@
 """Arguments of `flowgrpo.align`: their types, and the configuration that they make."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ torch's OpenMP threads wait for each other after every operation: where one has 
 an operation takes the time slices of both, 4 to 20 times as long. With one thread per free core it does not.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -39,7 +37,7 @@ class Reading:
     tasks: Mapping[int, tuple[float, float]]
     groups: tuple[tuple[float, float], ...] = ()
 
-    def free_since(self, before: Reading, cores: int) -> float:
+    def free_since(self, before: "Reading", cores: int) -> float:
         """Number of cores that were free for this process since `before`, those that it used itself included."""
         seconds, own = self.at - before.at, self.own - before.own
         both = self.tasks.keys() & before.tasks.keys()
@@ -116,11 +114,11 @@ class Threads:
         self._last: Reading | None = None
 
     @classmethod
-    def for_device(cls, device: torch.device | str) -> Threads:
+    def for_device(cls, device: torch.device | str) -> "Threads":
         """Threads of work on a device: on another one than the CPU they stay."""
         return cls(torch.device(device).type != "cpu" or any(os.environ.get(name) for name in SET_BY_USER))
 
-    def __enter__(self) -> Threads:
+    def __enter__(self) -> "Threads":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Devices and precisions of a run, and non-blocking copies to a GPU through pinned memory."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -4,8 +4,6 @@ The core lists the modules whose `DOMAIN` are the records. They are light, since
 name is imported when it is called.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Error that the user can fix: printed as one line without a traceback, exit code 2."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Everything is a mean over the non-batch dimensions, never a sum (the convention 
 clip ranges of the presets are in this unit. The joint log-density is D times larger, D the number of latent values.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Peaks of GPUs, of their makers' data sheets, and the shares of them that kernels reach."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Weights that wait in the CPU's memory and come to the device for their work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

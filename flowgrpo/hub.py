@@ -4,8 +4,6 @@ there.
 `hub:OWNER/NAME[@REVISION]` is downloaded once, as data: nothing of it is executed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """HTTP servers for browsers of this machine alone: `report --live` and `vote`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket
@@ -40,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
     """Request handler that answers own pages only. A subclass defines `get` and `post`, which may raise Refused."""
 
     timeout = 30.0  # seconds for a whole request to arrive
-    server: Server
+    server: "Server"
     _late = False
 
     def handle(self) -> None:

@@ -1,7 +1,5 @@
 """Names of samples, by the modality of a model, and of counted things. Loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SAMPLE = {"image": "image", "video": "clip", "text": "completion"}

@@ -4,8 +4,6 @@ A part states everything about itself where it is written: its place in a method
 fields take. `methods/names.json` lists the parts by name without importing them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -152,7 +150,7 @@ def _field_ranges(cls: type) -> dict[str, Range | OneOf]:
     names: dict[str, Any] = vars(sys.modules[cls.__module__])
     found: dict[str, Range | OneOf] = {}
     for name, annotation in inspect.get_annotations(cls).items():
-        if str(annotation).startswith("ClassVar"):
+        if "ClassVar[" in str(annotation):
             continue
         with suppress(NameError):  # of what is imported for type checkers alone, which has no range
             hint = get_type_hints(SimpleNamespace(__annotations__={name: annotation}), names, include_extras=True)[name]

@@ -4,8 +4,6 @@ Dimensions are those of the published config.json files and conversion scripts. 
 marked. Keys that equal a class's default are left out. Of tokenizers only the longest sequence matters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

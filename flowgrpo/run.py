@@ -1,7 +1,5 @@
 """Entry point of the command line and of `flowgrpo.align`: check, load, measure, train, measure again."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,6 @@ from any recipe, is asked for once at a terminal, and remembered with the recipe
 --trust.
 """
 
-from __future__ import annotations
-
 import functools
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Code of users: objects of FILE.py:NAME, and calls of which any error becomes one line that names the place to fix."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Layers of the package, and rooms that are loaded where they are used."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util

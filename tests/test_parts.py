@@ -1,7 +1,5 @@
 """The decorator of a part: ranges of its fields, its messages, its place, and the list of names."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import math

@@ -7,8 +7,6 @@ to learn from it. `Paired` compares an edit with its base sample.
 `Correctness`, `Signed` and `Decoupled` know right and wrong samples alone; one without a reward is neither.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal

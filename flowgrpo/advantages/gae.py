@@ -1,7 +1,5 @@
 """Value model of token traces: generalised advantage estimation (GAE), value loss, settings."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -11,8 +11,6 @@ and TraceRL have 0: advantages that are larger by sqrt(G / (G - 1)). "running" h
 `Pooled` compares the groups of one prompt as one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias

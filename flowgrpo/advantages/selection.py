@@ -9,8 +9,6 @@ neither replayed nor counted. Which samples are siblings follows from the plan a
 with a method `before` leaves samples out of the comparison too (`downsampling`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal

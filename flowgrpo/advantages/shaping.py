@@ -4,8 +4,6 @@ part that `merges` them.
 NaN, a reward that does not apply to a sample, stays NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated

@@ -8,8 +8,6 @@ Segments of a completion and their values are pure functions on tokens [m, L]. `
 step: what it adds to the reward of the predicted clean image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any

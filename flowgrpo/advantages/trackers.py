@@ -4,8 +4,6 @@ Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps 
 the context's memory (`update_state`), by prompt and JSON-able.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 

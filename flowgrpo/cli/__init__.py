@@ -1,7 +1,5 @@
 """Command line. User errors print one line and exit with code 2; `--help` does not import torch."""
 
-from __future__ import annotations
-
 from flowgrpo.cli.root import app, main
 
 # Groups show their commands in this order.

@@ -1,7 +1,5 @@
 """`check`, and what there is: `flowgrpo list methods`, `parts` and `recipes`, `docs`, `constraints`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

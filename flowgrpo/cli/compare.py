@@ -2,8 +2,6 @@
 methods compared on a packaged model.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Annotated, Literal

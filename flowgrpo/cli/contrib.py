@@ -1,7 +1,5 @@
 """`flowgrpo contrib evolve` and `flowgrpo contrib lessons`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

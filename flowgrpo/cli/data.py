@@ -2,8 +2,6 @@
 encode`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flowgrpo sample` and `flowgrpo compare grid`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal

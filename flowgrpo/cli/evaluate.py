@@ -1,7 +1,5 @@
 """`flowgrpo eval`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Literal

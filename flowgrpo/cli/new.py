@@ -1,7 +1,5 @@
 """`flowgrpo new`: a commented file that begins a method, a reward or a recipe."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import sys

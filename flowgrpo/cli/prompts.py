@@ -1,7 +1,5 @@
 """`flowgrpo list prompts` and `flowgrpo prompts write`: prompt sets that training and evaluation take, and new ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

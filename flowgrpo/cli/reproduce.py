@@ -1,7 +1,5 @@
 """`flowgrpo reproduce`: a paper's run and its evaluation, and the paper's number beside ours."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

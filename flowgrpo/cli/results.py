@@ -1,7 +1,5 @@
 """`flowgrpo export`, `flowgrpo report` and `flowgrpo push`: results of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

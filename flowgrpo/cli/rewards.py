@@ -1,7 +1,5 @@
 """`flowgrpo list rewards` and `flowgrpo reward score`, `fetch`, `train`, `train-text` and `serve`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Typer application of all commands, in panels and groups, `main`, which runs it, and the tables that they print."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """`flowgrpo list runs`: the runs of a folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

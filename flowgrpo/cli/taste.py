@@ -1,7 +1,5 @@
 """`flowgrpo taste`: clicks on images of a few-step model become a LoRA."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Annotated

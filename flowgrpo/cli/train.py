@@ -1,7 +1,5 @@
 """`flowgrpo train`."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

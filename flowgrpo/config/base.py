@@ -1,7 +1,5 @@
 """Base class of all configuration sections, and what a key says of itself: who reads it, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, get_args

@@ -7,8 +7,6 @@ The core asks for all features in four places: the configuration has their keys,
 `flowgrpo.features`: a module that calls `add`. One file is enough for a feature with all that belongs to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Batch arithmetic of a run: computed once, with a one-line error if it cannot work."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Read and validate a configuration: YAML recipes, dotted overrides, one-line errors with the nearest valid key."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

@@ -11,8 +11,6 @@ A recipe inherits every key of its base that it does not set itself:
 A base may extend another recipe in turn. A run records the result, without `extends`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ auto` is replaced, by the precision that suits the device. The resolved configur
 run again unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -147,7 +145,7 @@ class Config(Section):
     def folder(self) -> Path:
         return Path(self.output) / self.name
 
-    def having(self, values: Mapping[str, Any]) -> Config:
+    def having(self, values: Mapping[str, Any]) -> "Config":
         """Configuration with other values of dotted keys such as `memory.vae`, which are not validated."""
         config = self
         for name, value in values.items():

@@ -1,7 +1,5 @@
 """Sections of a recipe: their keys, descriptions and defaults, and which runs read them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -41,7 +39,7 @@ class Image(Section):
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
     @model_validator(mode="after")
-    def _small(self) -> Image:
+    def _small(self) -> "Image":
         for height, width in [(self.height or 8, self.width or 8), *self.sizes]:
             if (pixels := height * width * (self.frames or 1)) > PIXELS:
                 raise ValueError(f"height x width x frames of {PIXELS:,} pixels at most, got {pixels:,}")
@@ -364,7 +362,7 @@ class Eval(Section):
     rewards: list[str] | dict[str, WatchRule] = Field([], description="eval-only rewards: names, or names with rules")
 
     @model_validator(mode="after")
-    def _check_prompts(self) -> Eval:
+    def _check_prompts(self) -> "Eval":
         if not self.prompts and (self.every or self.rewards):
             name = "every" if self.every else "rewards"
             raise ValueError(f"no {name} beside prompts 0, which measures nothing: set eval.{name} to "

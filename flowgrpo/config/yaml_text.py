@@ -1,7 +1,5 @@
 """YAML of recipes and templates: limits of size, depth and aliases; a key that stands twice is an error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Temperatures multiply the field `temperature`. A token's depends on the tokens b
 those of the rollout.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -1,7 +1,5 @@
 """Completions drawn anew from their most uncertain tokens: parts of a method's `draws`, as in `groups`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Samples of the epoch are noised to random times. There the student's velocity is
 data as an average of its own weights, one step of the teacher's trajectory further (`consistency_target`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

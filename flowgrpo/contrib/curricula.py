@@ -1,7 +1,5 @@
 """Curricula over what is known of other prompts: a bandit over categories, rates predicted from similar prompts."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

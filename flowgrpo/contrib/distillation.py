@@ -6,8 +6,6 @@ advantages. Then the student predicts data at states of its own rollout, and the
 added to its gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Such a part has `before(rewards [P, G, R], weights [R], context) -> keep`, bool 
 reward: advantages are those of the kept ones alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

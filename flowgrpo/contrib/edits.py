@@ -3,8 +3,6 @@
 The judge's wording is ours, the combination of its marks VIEScore's (2312.14867).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A reconstruction of NExt (Low-rank Optimization Trajectories Modeling for LLM RLVR Acceleration).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A pipeline names its CFG branches to the cache, which has features of each. diff
 time, so that a sample depends on those that are sampled with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast

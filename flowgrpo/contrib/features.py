@@ -3,8 +3,6 @@
 Every command imports this module, so that it imports nothing of what it names.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -5,8 +5,6 @@ without it. Each optimizer step adds the gradient of a loss that draws the stude
 rewards (`Unrewarded`) has no other gradient, so that its recorded steps are not replayed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -16,8 +16,6 @@ weights, one that is none a later measurement. On simulated curves of Gao et al.
 to the peak, and on flat ones it costs 1 % of the trained reward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

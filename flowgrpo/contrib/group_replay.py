@@ -1,7 +1,5 @@
 """Replay of recorded groups: earlier groups take the places of those whose samples all earn the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any

@@ -14,8 +14,6 @@ equal share (Bonferroni). The best of earlier measurements is selected, so that 
 test. The only assumption is that means are nearly normal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import deque

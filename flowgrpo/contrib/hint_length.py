@@ -1,7 +1,5 @@
 """Hints whose length follows the measured accuracy of a prompt: SEELE's item response model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Higher is better in all of them: a metric of which lower is better is negated. A
 the base model's image of the same noise.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

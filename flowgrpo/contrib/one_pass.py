@@ -5,8 +5,6 @@ its own outputs: the state before a step and its noise are constants, as in a re
 denoiser with gradients. The loss is the ordinary one, at these outputs in the place of those of a replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Phases of a run: changes from an epoch on, listed under `phases` of a recipe, and prompts carried over to a phase."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ PIQE (Venkatanath et al. 2015, NCC, "Blind image quality evaluation using percep
 middle is as rough as the rest is noise. Constants are those of the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rehearsal: samples of the base model, drawn once, on which the policy is held to it by a divergence."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -4,8 +4,6 @@
 advantage 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar

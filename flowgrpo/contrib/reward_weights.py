@@ -1,7 +1,5 @@
 """Adaptive weights of rewards, of epochs and of prompts: parts in place of `group.Advantage`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated

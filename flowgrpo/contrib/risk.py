@@ -1,7 +1,5 @@
 """Risk-averse advantages: quantiles of the rewards of bundles of prompts."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

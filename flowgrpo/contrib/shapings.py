@@ -1,7 +1,5 @@
 """Shapings of rewards by a memory and by a reference: novelty and nearness, and answers that follow from reasoning."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -9,8 +9,6 @@ What keeps the gain:
   the first singular vectors of the layer's difference, both of which the sibling uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

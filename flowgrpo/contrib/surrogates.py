@@ -1,7 +1,5 @@
 """Surrogates of texts over another one: bounded ratios of others' samples, and weights of tokens by information."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

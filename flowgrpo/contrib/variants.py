@@ -1,7 +1,5 @@
 """Variants of prompts that the policy writes of problems which it sometimes solves."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ reward:
   votes: {args: {rewards: [judge_a.py:a, judge_b.py:b, judge_c.py:c]}}
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

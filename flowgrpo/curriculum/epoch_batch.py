@@ -1,7 +1,5 @@
 """Groups sampled in one epoch, over all rounds of dynamic sampling; some may be replaced by others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

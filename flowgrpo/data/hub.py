@@ -5,8 +5,6 @@ Columns named `negative_prompt`, `weight` and `metadata` are what they are in a 
 numbers, lists and structures become metadata. The library `datasets` (extra `datasets`) downloads once and caches.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Images and clips from the files that prompts name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -93,7 +91,7 @@ class Clip:
     modified: int = 0
 
     @classmethod
-    def open(cls, path: str, count: int, size: Size | None = None) -> Clip:
+    def open(cls, path: str, count: int, size: Size | None = None) -> "Clip":
         require_open()
         return cls(path, count, size, Path(path).stat().st_mtime_ns)
 

@@ -4,8 +4,6 @@ for an IP-Adapter.
 A prompt file names them by path, relative to itself. They are decoded later, by images.py.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

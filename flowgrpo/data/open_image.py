@@ -2,8 +2,6 @@
 no file that a client names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

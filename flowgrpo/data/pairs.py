@@ -10,8 +10,6 @@ A file of demonstrations is `.jsonl`, one object per line with `prompt` and eith
 file) or `text` (an answer). Optional are `reward`, a number (default 1), and `source`, the name of where it comes from.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

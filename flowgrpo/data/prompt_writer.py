@@ -2,8 +2,6 @@
 captions and from scored completions, with `exact_match` as their reward.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

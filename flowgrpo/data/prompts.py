@@ -15,8 +15,6 @@ answer to it, which becomes metadata.answer. Of an answer with #### (GSM8K) the 
 thousands separators.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -108,11 +106,11 @@ class Prompt:
         return self.guided.text if self.guided else self.text
 
     @property
-    def unguided(self) -> Prompt:
+    def unguided(self) -> "Prompt":
         return replace(self, guided=None) if self.guided else self
 
     @property
-    def learned(self) -> Prompt:
+    def learned(self) -> "Prompt":
         """Prompt under which the loss scores its samples."""
         return self if self.guided and self.guided.learned else self.unguided
 

@@ -1,7 +1,5 @@
 """Names (folder, hub id, FILE.py:NAME) of objects passed to `align`, so that other commands can load them."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -2,8 +2,6 @@
 without a model: hashed words and pairs of words. Pure functions.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -7,8 +7,6 @@ our own by build_training_prompts.py and build_word_problems.py. A set of the ro
 has its prompts: training on it is an error, unless the user says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

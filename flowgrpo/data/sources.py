@@ -3,8 +3,6 @@
 What was found is remembered by path, size and time of the last change, in this process and in a file beside the runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

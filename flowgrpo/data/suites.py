@@ -5,8 +5,6 @@ or the name of a built-in one. Its format is detected from the content: the keys
 lines; failing these, from its name.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

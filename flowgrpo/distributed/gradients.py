@@ -1,7 +1,5 @@
 """Sums of the gradients of all processes, once per optimizer step: in one call, as of a LoRA, or in buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

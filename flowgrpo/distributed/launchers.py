@@ -7,8 +7,6 @@ configured for from the environment, and then turns it off there: accelerate wou
 would load weights on the first process alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -2,8 +2,6 @@
 the lockstep of the processes: all ranks make the same calls in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ SIGXCPU (seconds of CPU) and SIGALRM (a timer). SIGQUIT is Ctrl-\\, or the stop 
 too, or tells that the power fails. SIGBREAK is that of Windows.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -35,8 +33,8 @@ TICK = 0.1  # seconds between two looks at the signals while a reward is waited 
 # Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
 PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
 
-_active: list[Stop] = []  # that of the run that trains now
-_latest: list[Stop] = []  # the last one that trained
+_active: "list[Stop]" = []  # that of the run that trains now
+_latest: "list[Stop]" = []  # the last one that trained
 limits: list[float] = []  # seconds that a call of the rewards may take: PATIENCE within a run of several processes
 
 
@@ -71,7 +69,7 @@ class Stop:
         self._warned = False  # all signals so far are of REPEATED
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> "Stop":
         self._restore()
         main = threading.current_thread() is threading.main_thread()
         self._terminals = [number for number in (1, 2) if os.isatty(number)]

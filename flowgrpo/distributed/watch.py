@@ -6,8 +6,6 @@ a process that is frozen, or whose interpreter is held, is noticed by its silenc
 process was asked to stop. A process that has failed, and waits in vain for the others to leave with it, ends them all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -60,7 +58,7 @@ class Watch:
         self._noticed, self._ended = threading.Event(), threading.Event()
         self._sending = threading.Lock()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         if self.processes.count > 1:
             try:
                 self._connect()

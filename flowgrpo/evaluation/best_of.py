@@ -4,8 +4,6 @@ Gen-Drive (2410.05582) proposes N futures and keeps the one that its learned sco
 scorer, such as one that `flowgrpo reward train` made. Draw j of the k-th kept sample has the seed of sample k N + j.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The page of a kind is one self-contained HTML file: a row below each prompt, a c
 as a Markdown table.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import math
@@ -145,7 +143,7 @@ class Column:
     seed: int
     arm: Arm
 
-    def but(self, name: str, **changes: Any) -> Column:
+    def but(self, name: str, **changes: Any) -> "Column":
         """This column under another name, with changes of its arm."""
         return replace(self, name=name, arm=replace(self.arm, **changes))
 

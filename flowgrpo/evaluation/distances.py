@@ -3,8 +3,6 @@ from the same prompts and seeds; and the base's images under shuffled prompts: a
 tell whether an image fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any

@@ -3,8 +3,6 @@
 Only this file separates the two; `evaluate` handles both alike.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path

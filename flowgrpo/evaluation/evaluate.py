@@ -6,8 +6,6 @@ Results are saved as they are made (plan.py), so a killed evaluation resumes, an
 sampling again. Under `accelerate launch` or `torchrun` every process takes an equal share of the remaining work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -43,7 +41,7 @@ AT_ONCE = 8  # samples scored in one call
 @loading.memory_told()
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
              features: str | Callable = "pixels", batch: int | None = None, distance: Sequence[str] = (),
-             samples: int = 1, rlg: Sequence[float] = (), **options: Unpack[PlanOptions]) -> dict[str, Any]:
+             samples: int = 1, rlg: Sequence[float] = (), **options: "Unpack[PlanOptions]") -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 

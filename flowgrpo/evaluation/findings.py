@@ -2,8 +2,6 @@
 samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Hashable, Sequence

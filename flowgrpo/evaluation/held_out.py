@@ -5,8 +5,6 @@ user's starting point, on prompts never trained on. Where evaluations choose the
 that chose nothing (`sides`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

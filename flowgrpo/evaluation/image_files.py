@@ -2,8 +2,6 @@
 full-sized, which `flowgrpo compare vote` shows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -2,8 +2,6 @@
 (for `base_similarity`, or texts of a model).
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

@@ -2,8 +2,6 @@
 line of scores, written immediately.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

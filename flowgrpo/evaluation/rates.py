@@ -1,7 +1,5 @@
 """Success rates of prompts: from an evaluation, a run or a file, or by the likelihood of their answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

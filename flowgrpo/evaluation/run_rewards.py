@@ -1,7 +1,5 @@
 """Rewards of a run that is opened: without those that execute code or reach an address, unless the run is trusted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Runs of a folder: their settings, progress, rewards and state, read from their files. Loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@ of a stock pipeline draws several images that equal those of single calls; a pro
 rewrites prompts first (`--enhancer`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect
@@ -196,7 +194,7 @@ def tell(threads: Threads) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def first_of_each(sampler: Pipelines | Texts, arm: Arm, seed: int, prompts: Sequence[Prompt]) -> list[Any]:
+def first_of_each(sampler: "Pipelines | Texts", arm: Arm, seed: int, prompts: Sequence[Prompt]) -> list[Any]:
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]

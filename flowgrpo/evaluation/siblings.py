@@ -4,8 +4,6 @@ The sibling and the sibling with the LoRA draw the run's held-out prompts with i
 them: `kept` says what of the gain is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Protocol of what evaluation reads of a run's trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 

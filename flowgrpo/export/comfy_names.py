@@ -5,8 +5,6 @@ the modules of its scripts (networks/lora*.py): the layers of the model's origin
 other names and changes nothing, so what is not in a table is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

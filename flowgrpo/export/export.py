@@ -4,8 +4,6 @@ The run's own weights are already in the format of diffusers, or of peft for a l
 the files in the run's folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 method, versions, hashes, cost, images before and after, and the settings that matter.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

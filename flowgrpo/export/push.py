@@ -1,7 +1,5 @@
 """Upload of a finished run to a model hub: the card, its images, the weights and the configuration."""
 
-from __future__ import annotations
-
 import glob
 from pathlib import Path
 from typing import Any

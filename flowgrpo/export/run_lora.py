@@ -1,7 +1,5 @@
 """LoRA of a finished run as its files hold it: tensors by module, and each part's peft configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

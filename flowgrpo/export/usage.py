@@ -1,7 +1,5 @@
 """Usage snippets of a model card: Python that loads a run's weights with stock libraries."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A feature says which it needs, and which a run with it lacks. `lacking` says it 
 an extension says it of itself (`training.extension.Extension.needs` and `.missing`).
 """
 
-from __future__ import annotations
-
 from flowgrpo.methods.setup import Setup
 
 PRESENT_WEIGHTS = "present weights"  # an epoch draws and scores its samples by the weights that it begins with

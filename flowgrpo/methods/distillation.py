@@ -8,8 +8,6 @@ the fake score, learns it by the denoising loss on the student's samples. In pre
 (as in DMD and DMD2, 2405.14867).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Groups of a method's parts: the rollout of a pipeline with the modules that are trained, the credit, and the loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

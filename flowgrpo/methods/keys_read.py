@@ -3,8 +3,6 @@
 Each key says so itself (`config.base.Key`). A changed key that the run would not read is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import attrgetter
 

@@ -4,8 +4,6 @@
 method's name. A method that Python made is recorded as the nearest preset and the parts in which it differs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace

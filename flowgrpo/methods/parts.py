@@ -4,8 +4,6 @@ B: rows of a micro-batch; N: decisions of a row, 1 for a denoising step and one 
 G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Parts of a method that its target reads. A part that the user set and that the run would not read is an error."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import cast

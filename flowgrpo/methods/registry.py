@@ -3,8 +3,6 @@
 `names.json` has the names; a part is imported when it is asked for, so that a run loads no room that it does not use.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import UserDict

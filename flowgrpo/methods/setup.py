@@ -1,7 +1,5 @@
 """Setup of a run: what all of its checks read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable

@@ -7,8 +7,6 @@ a file (`data.pairs`) or, without a file, the `solution` or `answer` in a prompt
 held-out prompt is trained on.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

@@ -1,8 +1,6 @@
 """Targets: what the loss of a method scores. One class each, with the parts that it leaves unread and those that it
 takes. `rollouts.targets` samples, records and replays them; `text.targets` has those of language models."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -84,7 +82,7 @@ class Target:
         """True if a run's sampling or noising follows the grid of its steps."""
         return True
 
-    def of_pairs(self) -> Target:
+    def of_pairs(self) -> "Target":
         """The target that scores recorded pairs in its place; itself where there is none."""
         return self
 

@@ -3,8 +3,6 @@
 The last ones are of recorded pairs, in place of samples that a run draws, and of a supervised term.
 """
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo.advantages.shaping import BradleyTerry

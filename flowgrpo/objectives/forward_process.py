@@ -6,8 +6,6 @@ their `old` is a `NoisedBatch`. Samples of a group are compared through `GroupSt
 term of a sample has the whole gradient, so a micro-batch may hold a part of the group.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -8,8 +8,6 @@ memory["kl"] of the run holds the weight of the previous epoch and its measured 
 updates (None if it trained nothing). The first epoch has no such entry.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, Protocol
 

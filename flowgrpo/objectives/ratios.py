@@ -4,8 +4,6 @@ Those of transitions are in the unit of `gaussian.log_prob`, a mean over the lat
 otherwise. A clip range is in the unit of the log-ratio that it bounds.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

@@ -5,8 +5,6 @@ A reduction gives weights [B, N] to the decisions of B rows, `reduction(mask)`, 
 such as transitions. A step weight is `weight(kernel, grid, steps) -> [K]`, for the K steps that an epoch trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -62,7 +60,7 @@ class Divisor(int):
 
     tokens: int
 
-    def __new__(cls, count: int, tokens: int) -> Divisor:
+    def __new__(cls, count: int, tokens: int) -> "Divisor":
         self = super().__new__(cls, count)
         self.tokens = tokens
         return self

@@ -8,8 +8,6 @@ log-probabilities are 0 where a token does not count, so sums over a row need no
 `PairLoss` is the family of DPO, on preference pairs of texts and images.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -12,8 +12,6 @@ prediction along the best path of the group, dynamically weighted as a progress 
 gain of the mean advantage) are ours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +75,7 @@ class TokenWeight:
         """Weights [B, L]; 1 for every token unless it is overridden."""
         return torch.ones_like(logp)
 
-    def distribution(self, seed: int) -> Drawn | None:
+    def distribution(self, seed: int) -> "Drawn | None":
         """Return what reads the model's logits in place of their log-softmax; None: nothing. seed: of its draws."""
         return None
 
@@ -122,7 +120,7 @@ class OneToken(TokenWeight):
     samples: Annotated[int, AtLeast(1)] = 64
     wrong: Annotated[float, AtLeast(-math.inf, to=0)] = 0.0
 
-    def distribution(self, seed: int) -> Drawn:
+    def distribution(self, seed: int) -> "Drawn":
         return Drawn(self.samples, self.wrong, seed)
 
 

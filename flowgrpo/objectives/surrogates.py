@@ -10,8 +10,6 @@ clipped(...), with the same arguments, is the mask where the gradient is cut. lo
 unit of `gaussian.log_prob`. Masks and the division come last, in `reductions`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -2,8 +2,6 @@
 are compared with the model's files before the model is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

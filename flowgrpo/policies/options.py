@@ -2,8 +2,6 @@
 defaults that depend on the model.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 precision of a run whose configuration says `auto`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

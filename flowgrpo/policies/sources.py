@@ -1,7 +1,5 @@
 """Files that a model is loaded from: checks of `model` and of the section `load`, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

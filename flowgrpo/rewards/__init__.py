@@ -22,8 +22,6 @@ worlds of the starters are judged in flowgrpo/rewards/starter; rewards that no r
 lists all).
 """
 
-from __future__ import annotations
-
 from flowgrpo.rewards.about import MODALITIES, About, differentiable, lazily
 from flowgrpo.rewards.compose import (
     Composed,

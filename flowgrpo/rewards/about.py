@@ -2,8 +2,6 @@
 the pairs of a judge; and when weights are loaded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

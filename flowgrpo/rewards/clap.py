@@ -7,8 +7,6 @@
 The sound is decoded from the clean latents by the pipeline that is trained, so that it has one beside its pictures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any

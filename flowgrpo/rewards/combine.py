@@ -8,8 +8,6 @@ answer, there is no score: a gate does not open because its judge declines. A we
 route need none of this; a recipe's rules have them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

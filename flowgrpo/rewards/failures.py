@@ -5,8 +5,6 @@ is the user's mistake (a missing package, a wrong setting): it ends the run unde
 reward prints, name it by its label in the recipe.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Lookup of rewards by name: registered, built in, in a file, in a trained reward's folder, or in a package."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -2,8 +2,6 @@
 among them; and measures of an image without a model: compressibility, sharpness, SSIM of two.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Sequence

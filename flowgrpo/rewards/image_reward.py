@@ -3,8 +3,6 @@
 The network is built from transformers' BLIP; the released checkpoint is renamed to fit it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

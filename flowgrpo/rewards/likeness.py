@@ -1,7 +1,5 @@
 """Likeness to images of your own."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any

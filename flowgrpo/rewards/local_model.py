@@ -1,7 +1,5 @@
 """Models that a reward runs in this process: their arguments `dtype`, `device` and `batch_size`, and their weights."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence

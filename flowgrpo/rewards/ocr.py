@@ -7,8 +7,6 @@ formula this is; nor do other forms of a character (`plain`). Its engine is anot
 that numbers differ where the two read differently.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """Reward for images in colours of your own, such as a brand's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@ HPSv3 (2508.03789) is human preference of images; VideoReward (VideoAlign, 2501.
 motion and text alignment.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

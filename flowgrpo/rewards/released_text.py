@@ -5,8 +5,6 @@ repositories that hold them, at fixed commits, into the user's cache. A released
 string of the expected SHA-256 is taken from it, with f-strings' names in braces. No other text is accepted.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -7,8 +7,6 @@ perfectly consistent: train `temporal_consistency` together with `flow_amount`, 
       frames: {args: {reward: sharpness, frames: min}}
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field

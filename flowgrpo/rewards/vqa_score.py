@@ -4,8 +4,6 @@ The model is InstructBLIP on Flan-T5, one of the paper's, in transformers. The p
 transformers and needs its own code.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Group sampling, common to pipelines and language models: seeds, whole groups, counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 

@@ -2,8 +2,6 @@
 examples of a pipeline: flow matching, distillation of guidance, and pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast

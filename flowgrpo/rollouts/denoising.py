@@ -5,8 +5,6 @@ Each group has a size, so that a run trains several resolutions and aspect ratio
 Samples beside those that are trained are scored here too: previews, clean predictions, deterministic samples.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

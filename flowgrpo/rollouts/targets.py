@@ -1,7 +1,5 @@
 """Targets of a pipeline's rollouts: what the loss scores. One class each, which owns sampling, record and replay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

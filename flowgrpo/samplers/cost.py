@@ -4,8 +4,6 @@ A state is evaluated once for all transitions that leave it. A shared initial no
 including the step at which the group splits. Guidance that runs the denoiser twice per step doubles every count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowgrpo.samplers.preview import Preview

@@ -3,8 +3,6 @@
 A variance-preserving process has T+1 rising alpha-bars instead, and the timesteps that its network was trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any
 

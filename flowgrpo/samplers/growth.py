@@ -10,8 +10,6 @@ Beside a rollout's, samples without further noise start from its initial noises:
 compare with them, and of the present one, as a baseline.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +44,7 @@ class Nodes:
 
 
 def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed,
-            together: Sequence[int] = (), grower: Callable[..., Grower[C]] | None = None) -> Iterator[Part]:
+            together: Sequence[int] = (), grower: "Callable[..., Grower[C]] | None" = None) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.

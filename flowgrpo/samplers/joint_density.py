@@ -1,7 +1,5 @@
 """Joint density of a chain of states: all recorded steps of a sample as one decision (ReinFlow, 2505.22094)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +34,7 @@ class JointTransitions(Transitions):
 
     links: tuple[Transitions, ...] = ()
 
-    def select(self, keep: Tensor) -> JointTransitions | None:
+    def select(self, keep: Tensor) -> "JointTransitions | None":
         if keep.all():
             return self
         links = tuple(left for link in self.links if (left := link.select(keep)) is not None)

@@ -14,8 +14,6 @@ step i-1 (`predict_x0`), or None: unknown, or of a solver with `multistep` False
 a pipeline's scheduler are converted to the noise that variance-preserving kernels read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

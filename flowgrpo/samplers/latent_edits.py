@@ -12,8 +12,6 @@ Samples are those of EXPO's acting policy: of n bases and their n edits the one 
 by the edit's ratio they are pairs: half of a group are bases, and each base is followed by its edit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -90,7 +88,7 @@ class Edits(Transitions):
     rewards: Tensor | None = None
     proposed: Tensor | None = None
 
-    def select(self, keep: Tensor) -> Edits | None:
+    def select(self, keep: Tensor) -> "Edits | None":
         left = super().select(keep)
         if left is None or left is self:
             return None if left is None else self

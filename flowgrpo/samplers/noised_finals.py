@@ -8,8 +8,6 @@ A variance-preserving process noises x_t = sqrt(a) x0 + sqrt(1-a) eps at a times
 model's noise is eps (Diffusion-DPO, 2311.12908, equation 14).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lagging old policy of forward-process methods: it draws the samples and is the "old" policy of the loss."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from typing import Any

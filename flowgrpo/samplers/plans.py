@@ -9,8 +9,6 @@ A plan may say which steps draw noise, however many there are: its `noisy` is "e
 last do, and "none" where none does.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

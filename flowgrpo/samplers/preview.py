@@ -5,8 +5,6 @@ enter the rollout by their seeds, so its images start from the same noise. They 
 only choose noises. Pruning begins many samples, and finishes those whose clean predictions make the best group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated
 

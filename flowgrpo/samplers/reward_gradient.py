@@ -7,8 +7,6 @@ steps are outside the graph. The "score" of such a part is its reward, which `su
 first-ratio check then tests that replay and rollout see the same reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +67,7 @@ class ResumableStates(Transitions):
     generators: tuple[torch.Generator, ...] = ()
     value: Value | None = None
 
-    def select(self, keep: torch.Tensor) -> ResumableStates | None:
+    def select(self, keep: torch.Tensor) -> "ResumableStates | None":
         left = super().select(keep)
         if left is None or left is self:
             return None if left is None else self

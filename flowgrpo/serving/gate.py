@@ -4,8 +4,6 @@ A server answers under its own host names alone: a page of another site can make
 rebinding), and its requests then bear that name. Metrics are in Prometheus' text form.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

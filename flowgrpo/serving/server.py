@@ -4,8 +4,6 @@ An ASGI application answers. The protocol is in wire.py, the client in client.py
 Only serving imports this module: it needs the extra `server`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

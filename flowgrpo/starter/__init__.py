@@ -3,8 +3,6 @@
 This module has the few numbers of their model cards that callers need, by the name that `model` takes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CALL = {"max_sequence_length": 1}  # it has no T5, and the pipeline pads with that many zero tokens

@@ -4,8 +4,6 @@ All objects have one radius and stand on corners of tokens, so that an object is
 image and its tokens determine each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

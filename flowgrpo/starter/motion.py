@@ -4,8 +4,6 @@ A clip is five images of 64x64 pixels: one flat shape of `scenes` on a light gro
 four directions, grows, shrinks, or stays unchanged (`scripts/build/starter_clips.py` draws it).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

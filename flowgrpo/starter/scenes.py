@@ -4,8 +4,6 @@ A scene is a 64x64 image of flat shapes on a light ground. The prompts follow th
 2023): single object, two objects, counting, colours, position, colour attribution.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import zlib

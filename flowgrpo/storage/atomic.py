@@ -4,8 +4,6 @@ Content is written under a temporary name and forced to the disk (fsync). Then i
 is forced to the disk too. Loads no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

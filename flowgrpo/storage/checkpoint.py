@@ -9,8 +9,6 @@ Sharded tensors are in one file per shard: the rows (dimension 0) of a tensor in
 read row by row, so a run can be resumed with another number of shards, or whole.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

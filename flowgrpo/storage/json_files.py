@@ -1,7 +1,5 @@
 """JSON files: convert values to JSON, and read files back with one-line errors for damage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -2,8 +2,6 @@
 configurations with the same bytes for the same content. Loads no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check that output paths are writable before work starts; set the mode of written files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 Loads no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

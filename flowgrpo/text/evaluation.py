@@ -1,7 +1,5 @@
 """Texts from saved weights: those of a language model, and base against tuned on the same prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

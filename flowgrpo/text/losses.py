@@ -2,8 +2,6 @@
 the random policy's values, and classification by rewards that are labels.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 

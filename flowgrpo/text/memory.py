@@ -1,7 +1,5 @@
 """Device memory of a language model's run per phase: weights, trained parameters, cache, measured activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

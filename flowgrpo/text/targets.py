@@ -1,8 +1,6 @@
 """Rollout of a language model, as a group of a method's parts, and its targets: what the loss of a method scores.
 `text.rollouts` samples and replays them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from typing import ClassVar, Literal

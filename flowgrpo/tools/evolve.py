@@ -4,8 +4,6 @@ No gradient and no log-probability is computed, so that any reward fits. The sea
 2008); the paper's is CMA-ES with a full covariance.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

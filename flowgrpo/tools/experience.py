@@ -2,8 +2,6 @@
 language model that compares the samples of a group: `flowgrpo contrib lessons`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """First lines of a run, printed before torch or a model is loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

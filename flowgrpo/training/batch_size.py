@@ -4,8 +4,6 @@ They come from the memory estimate of the run's own model (training/memory.py, t
 its device has left. Checkpointing is the last resort, because it costs up to one more forward per update.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Only measurements of `eval.every` count: the base does not, nor do epochs betwee
 names. A value that is NaN, or not larger, is no peak; of equal ones the first is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Credit: rewards of samples to advantages of transitions."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace

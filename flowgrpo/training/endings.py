@@ -2,8 +2,6 @@
 micro-batch, which later phases keep.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

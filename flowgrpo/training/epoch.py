@@ -1,7 +1,5 @@
 """Epoch of a run, on its way from prompts to gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

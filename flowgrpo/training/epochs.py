@@ -1,7 +1,5 @@
 """Epochs of a run: train, measure, log and save, until the last one or a stop."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import closing

@@ -2,8 +2,6 @@
 them: the policy writes an answer while it reads a right and a wrong one of its own. All processes hold the same.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from statistics import mode

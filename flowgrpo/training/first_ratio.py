@@ -1,7 +1,5 @@
 """First-ratio check of every run: before its first update, replay and rollout agree on every recorded step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

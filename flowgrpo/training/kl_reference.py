@@ -2,8 +2,6 @@
 another model for each source of prompts (teachers), or the present policy under richer prompts (a self-teacher).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

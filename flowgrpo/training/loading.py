@@ -1,7 +1,5 @@
 """Loading of a run's model, the lines that tell of it, and hints on what makes a run slow, which do not stop it."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

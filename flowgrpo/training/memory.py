@@ -2,8 +2,6 @@
 a recipe's rewards: bytes, device, and whether they leave it between scorings.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Optimizer of a run: the parts of each of its steps, schedule, loss scale of fp16, and moving average."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Progress of a run: its counters, its best weights so far, and the thread that writes its checkpoints."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -108,7 +106,7 @@ class Progress:
     base: Looks = field(default_factory=Looks)
 
     @classmethod
-    def begin(cls, policy: Policy, processes: Processes, best: BestWeights) -> Progress:
+    def begin(cls, policy: Policy, processes: Processes, best: BestWeights) -> "Progress":
         """Progress of a run that has trained nothing."""
         saving = Saving(processes, policy.weights.sharded)
         return cls(Change(policy.weights), best, saving, Threads.for_device(policy.device))

@@ -2,8 +2,6 @@
 need a whole group in one process.
 """
 
-from __future__ import annotations
-
 from flowgrpo import rewards
 from flowgrpo.advantages.token_credit import select_weights
 from flowgrpo.config.schema import Config

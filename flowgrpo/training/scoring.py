@@ -1,7 +1,5 @@
 """Rewards of a run while it trains: calls, weights, and the epoch's metrics."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -141,13 +139,13 @@ class Scoring:
         self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
         self._tally = replace(tally, failed=tally.failed.copy(), said=tally.said.copy(), errors=self.errors)
 
-    def fork(self) -> Scoring:
+    def fork(self) -> "Scoring":
         """A copy that counts and keeps samples of another epoch; rewards and their lock are shared."""
         other = copy.copy(self)
         other.start_turn()
         return other
 
-    def adopt(self, other: Scoring) -> None:
+    def adopt(self, other: "Scoring") -> None:
         """Take over the samples, failures and diversities of a copy."""
         self.extremes, self._tally, self._diversities, self._before = (
             other.extremes, other._tally, other._diversities, other._before)

@@ -2,8 +2,6 @@
 stored as tensors and JSON values.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Throughput of an epoch: samples and evaluations per second, peak memory, and the share of a GPU's peak arithmetic."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ completions of a few tokens. A trial leaves no trace: no stored score, no count,
 restored. A reward that counts its own calls sees one more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -165,7 +163,7 @@ def _notices(name: str, count: int) -> Iterator[None]:
         ended.set()
 
 
-def _batches(functions: RewardFunctions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
+def _batches(functions: RewardFunctions, prompts: list[Prompt], group: int, samples: "Samples") -> list[Batch]:
     """The batch of each reward; a reward that applies to none of the prompts is left out."""
     batches = []
     for name, reward in functions.items():

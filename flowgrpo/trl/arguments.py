@@ -1,7 +1,5 @@
 """Arguments of the trainers, checked when an object is made: unknown names, and values out of range."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """TRL's DDPO trainer, which TRL has no more. What its loop does otherwise is in docs/reference/python.md."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

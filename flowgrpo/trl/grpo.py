@@ -1,7 +1,5 @@
 """`FlowGRPOTrainer`: a trainer with the arguments of TRL's GRPOTrainer, over `align`."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence

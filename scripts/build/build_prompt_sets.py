@@ -8,8 +8,6 @@ repositories have them. A file that is missing leaves its set as it is. Sources 
 prompts of T2I-CompBench are read by spaCy's en_core_web_sm 3.8.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ held-out lines, so that a mean over lines is a mean over tasks; a task with fewe
 its own noise). A file is in the order of the tasks, so that prompts picked evenly over it are spread evenly over them.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import cycle, islice
 from pathlib import Path

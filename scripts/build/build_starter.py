@@ -11,8 +11,6 @@ should have said, and the student what it says. In the last stage the pooled emb
 fixed; CPU and GPU give slightly different weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -11,8 +11,6 @@ average of the student's weights says f, and the student's f at s is drawn to it
 The student's weights are W + B A. A and B are what is trained, but the network sees their sum, as fast as the starter.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -10,8 +10,6 @@ Prints pass@1, 4 and 16 and the greedy accuracy on held-out problems, by task; w
 prompts for alignment. Seeds are fixed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -12,8 +12,6 @@ of images by task, and of answers to balanced questions by kind, with the images
 one thread computes: one machine builds the same weights again.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -10,8 +10,6 @@ has to keep 97 % of drawn clips true, or nothing is built on it. Seeds are fixed
 weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -7,8 +7,6 @@ with prompts of its own: every object comes up nearly equally often in every tas
 those of English. The same on every run. (The starter's suite is its held-out file, which build_prompts.py writes.)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import chain

@@ -8,8 +8,6 @@ run. `ocr_train` trains for the reward `ocr`, whose held-out side is Flow-GRPO's
 `general_video` are for rewards of preference and aesthetics, where no hub is at hand.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ or a product of two numbers. The same on every run. No held-out problem has the 
 problem, whatever its words.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -10,8 +10,6 @@ several samples also pass@k: the chance that one of k images is right (Codex, 21
 for rendered scenes that go through the autoencoder and back.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -11,8 +11,6 @@ image, against the drawn one, right or not. Prompts are those that alignment may
 --out/pairs and --out/subjects. The seed is fixed. Says what the drawing cost, in denoiser evaluations.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

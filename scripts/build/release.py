@@ -8,8 +8,6 @@ metadata gets its URLs, and the notebooks install from it. `--fill` writes it in
 that Colab opens them from the tag. Needs the packages build and twine in the environment that runs it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

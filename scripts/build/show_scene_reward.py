@@ -3,8 +3,6 @@
     python scripts/build/show_scene_reward.py              # 2,000 scenes of all tasks, both splits; about half a minute
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

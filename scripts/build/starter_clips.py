@@ -1,7 +1,5 @@
 """Clips of the video starter's world: drawing, and which prompts are held out."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

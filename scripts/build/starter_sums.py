@@ -4,8 +4,6 @@ A problem is `12+34+56=`, its solution `46;102`, its answer `102`. Held-out prob
 to the model or to its alignment. A hash of the numbers, in any order, selects them, so no file is needed.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ train`. A run that is there is kept, one that was stopped goes on. The table has
 problems, before and after, greedy, with 95 % intervals (Wilson's; Newcombe's of the change).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

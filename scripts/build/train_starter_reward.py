@@ -12,8 +12,6 @@ Prompts of training are those that alignment may train on; those of the tests ar
 reward's folder --out/reward, and --out/accuracy.json. Seeds are fixed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

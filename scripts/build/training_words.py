@@ -1,7 +1,5 @@
 """Word lists of `build_training_prompts.py`: templates with slots in braces, and the words of the slots."""
 
-from __future__ import annotations
-
 # --- texts that an image shows, by kind ------------------------------------------------------------------------------
 
 TEXTS = {

@@ -8,8 +8,6 @@ A FOLDER is that of a `flowgrpo compare methods`, one for each model. Results of
 docs/data/bench_results.json; those of other models stay. tests/test_bench.py reports a page that is not current.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap

@@ -3,8 +3,6 @@
 Kept are numbers that the pages show. Scores of single prompts, folders and seconds of the machine are left out.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence

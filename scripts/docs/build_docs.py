@@ -6,8 +6,6 @@ docs/reference/cli.md from the commands.
     python scripts/docs/build_docs.py            # tests/test_docs.py tells when a file is not current
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -8,8 +8,6 @@ built of the parts of another tiny pipeline, for `--minutes`. `--known FILE`: th
 page's, such as what `--names` prints under an older diffusers. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

@@ -5,8 +5,6 @@
 Addresses of other hosts are not asked. `release.py` takes those of README.md that lead back into the tree from here.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from html.parser import HTMLParser

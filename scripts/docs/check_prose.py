@@ -7,8 +7,6 @@ words, a file and its words a line. It may only become shorter: a file that lost
     python scripts/docs/check_prose.py            # part of `make lint`, which runs proselint too
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -6,8 +6,6 @@ A block that begins with a line such as `# flowgrpo/train.py: Trainer.run_epoch`
 under "An image's way" gets the functions of WAY, each with its file and line.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Extension of griffe: lines such as `name: what it is` of a docstring become items of a list."""
 
-from __future__ import annotations
-
 import re
 
 import griffe

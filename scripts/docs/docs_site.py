@@ -8,8 +8,6 @@ MathML when the site is built: a browser needs no script, no font and no network
 formulas of a block, which a narrow page shows below each other.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import re

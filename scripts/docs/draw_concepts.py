@@ -3,8 +3,6 @@
     python scripts/docs/draw_concepts.py            # some seconds on a CPU
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

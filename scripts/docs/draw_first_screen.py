@@ -8,8 +8,6 @@ prompt have one seed, and the run's sampler. The curve is the share of right ima
 before and after of all held-out prompts. Prints the caption.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

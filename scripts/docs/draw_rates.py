@@ -3,8 +3,6 @@
     python scripts/docs/draw_rates.py            # docs/data/rates.json, docs/data/step_readings.json; seconds
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

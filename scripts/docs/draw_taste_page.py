@@ -3,8 +3,6 @@
     python scripts/docs/draw_taste_page.py [FILE]
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

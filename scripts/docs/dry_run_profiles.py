@@ -6,8 +6,6 @@
 Each recipe is run dry once, half a minute, for all GPUs. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import astuple

@@ -7,8 +7,6 @@
 Nothing is downloaded: the models' configurations are those of flowgrpo/published.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

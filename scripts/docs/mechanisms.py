@@ -5,8 +5,6 @@ row that works or works in part: which of the row's tests, by its name alone, co
 and with what. docs/mechanisms/*.tsv besides both: class, row, state, names, tests, note.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

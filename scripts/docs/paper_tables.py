@@ -7,8 +7,6 @@ Published settings with their sources are typed in `papers.json`, as read in a r
 names. Ours are read from the recipes in configs/papers/: none is typed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Extras and downloads of the recipes, for recipe_table.py: from their keys and what their rewards state."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import fields

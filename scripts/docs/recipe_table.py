@@ -9,8 +9,6 @@ dry run on one of them, as one of so many processes, writes the rest of the line
 before it states the rewards. docs/recipes.md is written from those lines and the recipes' keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable, Iterator

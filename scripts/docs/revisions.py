@@ -1,7 +1,5 @@
 """Commit that a script's numbers are of."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

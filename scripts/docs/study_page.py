@@ -7,8 +7,6 @@
 Rows that are not among the new ones stay; p-values are corrected over all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -12,8 +12,6 @@ CPU forces is changed and listed; nothing else is. `--json FILE` writes the tabl
 `scripts/docs/recipe_table.py --none` names those of docs/data/recipe_round.json in docs/recipes.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -9,8 +9,6 @@ run's files. A run on a CPU and one of other settings than the recipe's, epochs 
 a run are `gated` where tests/golden/gates.json has them (scripts/measure/gates.py), and `computed` otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

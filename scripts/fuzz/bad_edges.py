@@ -1,7 +1,5 @@
 """Further cases of try_bad_inputs.py: impossible sizes, broken LoRAs and prompt files, odd names and odd rewards."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Cases of try_bad_inputs.py: files with mistakes, and command lines by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

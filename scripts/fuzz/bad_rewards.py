@@ -1,7 +1,5 @@
 """Rewards with a mistake each, and a few that are unusual and right, for try_bad_inputs.py."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rewards of bad_edges.py: odd errors, odd arrays, and odd manners."""
 
-from __future__ import annotations
-
 import sys
 from decimal import Decimal
 

@@ -6,8 +6,6 @@ fsync, and the names in a folder at its own. `build` writes a state that POSIX a
 that and a part of the rest.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import stat

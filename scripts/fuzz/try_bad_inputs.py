@@ -9,8 +9,6 @@ programs, which take its caches). `check` reports on stdout. A row of RIGHT is n
 without bound ends it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ one line, exit code 2. --json keeps the cells; --before puts those of another co
 file ran with its package on PYTHONPATH. Pipelines are tiny and random, on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

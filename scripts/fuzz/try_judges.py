@@ -7,8 +7,6 @@ A reward works if the server takes its request: a score, or an answer without on
 bodies are for request models of servers, such as `ChatCompletionRequest` of vLLM and SGLang.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

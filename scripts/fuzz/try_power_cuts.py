@@ -10,8 +10,6 @@ With --features the cuts and kills are shared out over runs with these features 
 tests/helpers/features.py; "plain" has none.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

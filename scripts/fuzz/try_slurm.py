@@ -4,8 +4,6 @@ Needs Debian's `slurm-wlm` and `munge`, not their services: the daemons have a f
 on the CPU, 2 prompts with 4 samples. Prints a table; exits with 1 if a case fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import getpass

@@ -4,8 +4,6 @@ Each case is a run of the starter model on the CPU, whose reward hangs once an e
 signal. Prints a table, and writes the same as JSON with --json FILE.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

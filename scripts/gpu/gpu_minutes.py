@@ -13,8 +13,6 @@ runs out of its seconds or that takes its process with it is noted, and the next
 after every line.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
     python scripts/gpu/gpu_sections.py epochs clocks --rehearse      # gpu_minutes.py calls it
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

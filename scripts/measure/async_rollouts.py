@@ -9,8 +9,6 @@ same samples an epoch, and one thread a process. Speed: evaluations over seconds
 Accuracy: the share of held-out samples that `scene` scores 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

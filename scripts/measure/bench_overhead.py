@@ -9,8 +9,6 @@ the plain one that `flowgrpo.policies.weights.forwards` puts in its place on a C
 comparing: the seconds are those of the machine and its load.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -10,8 +10,6 @@ log-probabilities and loss. Then both make optimizer steps in turns, sampling in
 told. Writes the table of docs/performance.md to the terminal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import tempfile

@@ -17,8 +17,6 @@ steps. Then the epochs run in turns in one process, and a repetition divides the
 run on one thread, and their seconds are the processor's: other load on the machine then counts little.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

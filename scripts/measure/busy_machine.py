@@ -7,8 +7,6 @@
 Every setting runs alone and then beside others, so that the ratios hold on a machine that is busy already.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Shared parts of the measuring scripts: a trainer without its loop, and the second half of an epoch by itself."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from pathlib import Path

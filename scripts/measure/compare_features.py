@@ -9,8 +9,6 @@ The features are those of tests/helpers/features.py of this folder, whatever the
 weights and metrics without times. They are equal on one machine with the same versions alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

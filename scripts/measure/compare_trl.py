@@ -9,8 +9,6 @@ alternate. Seconds are the processor's, so that other work on the machine counts
 alone carry over. `letters` are those of a completion. TRL needs an environment of its own with `trl` and this package.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

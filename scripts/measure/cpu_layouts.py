@@ -6,8 +6,6 @@ A ratio is the median over turns of the seconds with contiguous rows to those wi
 turn. Inputs are 96 rows of noise.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ within a prompt as `flowgrpo compare methods` measures them, the eval-only rewar
 runs in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -13,8 +13,6 @@ does to a prompt, whatever the seed, as of a language model that decodes greedil
 3. "became alike" and "are blurred", of smooth random images, from 8 and more prompts with two images.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

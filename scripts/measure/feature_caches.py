@@ -8,8 +8,6 @@ image, 1 as far as another sample. The table has the mean and the largest of the
 docs/performance.md shows.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -21,8 +21,6 @@ share of the arm's own teacher's in 20 steps: of `one` the starter with the text
 Finished runs and measurements in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

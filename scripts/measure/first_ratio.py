@@ -8,8 +8,6 @@ largest value of all rows, steps and epochs. The last column is a tenth of the p
 finds more than that computes the old log-probabilities again as the replay does.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from functools import partial

@@ -8,8 +8,6 @@ The last one records the messages of all errors that the tests expect.
 `scripts/measure/compare_features.py` compares the bits of every feature.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ bit where the processor and the libraries are those of `tests/golden/gates.json`
 Exit code 1 if a gate failed; the command prints the metric, what was expected and what came.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ is a process of either checkout, in turns; the first of its three epochs is not 
 is. A folder is trained as `smollm2_135m` is. Both draw with the same seeds. Ratios are medians over the repetitions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

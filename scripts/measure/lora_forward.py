@@ -7,8 +7,6 @@ rounding. In bf16 each has an error beside fp32: the table gives the relative no
 those in fp32, and the largest first |log ratio| when rollout and replay use that forward.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -11,8 +11,6 @@ Sizes are tiny and weights random (seed 0). ComfyUI's layers are those of its ow
 layer of diffusers is comes from ComfyUI's own maps, or from the converters of diffusers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -8,8 +8,6 @@ rollout and update, without decoding and rewards, and the table has all of them.
 seconds are those of the machine and its load.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from statistics import median

@@ -8,8 +8,6 @@ A fault replaces one line in a copy of the tree. The tests of its room run first
 the fault if one test fails. `tests/test_mechanisms.py` holds that every fault still applies.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

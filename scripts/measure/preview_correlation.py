@@ -10,8 +10,6 @@ those of the recipe's rewards, their weighted sum. A prompt whose images all sco
 count; how many do is in the first line.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from statistics import mean

@@ -9,8 +9,6 @@ The file says when, at which commit, on which device and by which libraries it w
 has its reason there in one line: no weights, a package or a server that is missing, arguments that it needs.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import hashlib

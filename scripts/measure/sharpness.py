@@ -16,8 +16,6 @@ image, on a plain ground. A measure of blur stays at 1, and one that content con
 deviation over mean of the unchanged images.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -12,8 +12,6 @@ that train recorded steps alone.
     agreement mean cosine of the step's gradients of two epochs
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import tempfile

@@ -7,8 +7,6 @@ before it and a multiple of the change, and the signal is read. The file has a r
 the multiples and their signals. A signal that is linear has the same quotient at all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@
 Rows of study_rows.py with a setting have one of these.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from study_settings import (

@@ -1,7 +1,5 @@
 """Measurements of the study of parts: quantities of a finished run, per held-out prompt."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from statistics import mean

@@ -8,8 +8,6 @@ study_rows.py, on validation prompts those of study_candidates.py, with other se
 to the output folder after every row; study_page.py makes the page of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ Runs without are shared by all rows of a pool of prompts. Rows with a setting ha
 prompts choose nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from study_candidates import CANDIDATES

@@ -1,7 +1,5 @@
 """Settings of the study of parts: both worlds, pools of prompts, and what a row is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics and table of the study of parts: pure functions of the scores of finished runs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from typing import Any

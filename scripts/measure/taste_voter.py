@@ -14,8 +14,6 @@ base's from another noise, *paired* than the base's from the same noise; images 
 apart count one half. Beside them right images, edges and diversity, and what the page itself said.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -7,8 +7,6 @@ A session is one of the folders, with its batches in a random order and its imag
 them. The clicks choose at random, always the first place, or the places in turn. The head learns as in a session.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tastes of the simulated user of taste_voter.py: each takes an image [H, W, 3] in [0, 1] and its prompt, and returns a
 number, larger for a better image."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -10,8 +10,6 @@ loop is followed, and the model computes in fp32, so that the numbers are the sa
 is a number: `auto` measures the first updates of a run, and nothing later.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -7,8 +7,6 @@ train` on it with the log-odds of a position-weight matrix as reward, and prints
 beside those of the optimum p exp(R / alpha) / Z, which is known: a chain with weights at its places is a chain.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -17,8 +17,6 @@ prompt's bases, and the gain that it expects of an edit; and what the bound leav
 gradient of `scene_soft`, a soft form of the reward itself, which no trained edit can read.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import defaultdict

@@ -7,8 +7,6 @@ published sizes; only the number of layers is smaller. side: tokens of an image'
 pixels.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import subprocess

@@ -11,8 +11,6 @@ warm-up of 8 updates. A run that is refused says so in its row. A summary follow
 auto runs beside it, and the runs that collapsed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -10,8 +10,6 @@ questions and seeds of these are the same for all rows. Prints the rows as they 
 the processor seconds of each run, its own evaluations in them; writes `table.json`, and reads the rows that are there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

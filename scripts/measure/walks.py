@@ -10,8 +10,6 @@ notebook's walk needs nbclient and ipykernel beside flowgrpo. Seconds are of thi
 of the commands alone. Results go to docs/data/walks.json, and the table into the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ prompts before and after, on the starter at 20 steps and on the sibling at 4. --
 Writes a line per seed and way, with the commit. --table prints the lines of a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

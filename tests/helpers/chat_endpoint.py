@@ -1,7 +1,5 @@
 """Stand-in for a language model's chat endpoint, on a port of this machine; and what its requests show."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Collective calls, counted with their bytes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands of the command line by their words, those of groups too."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

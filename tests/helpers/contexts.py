@@ -1,7 +1,5 @@
 """Contexts of parts that compare with earlier epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

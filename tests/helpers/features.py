@@ -4,8 +4,6 @@ A feature is the options that switch it on, as `tiny.config` takes them. `run` s
 of its trained weights, and the metrics of each epoch. Two versions of the package are compared by these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

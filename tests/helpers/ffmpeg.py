@@ -1,7 +1,5 @@
 """Imitation of ffmpeg on the PATH: it records its arguments and input, and writes a file of known bytes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

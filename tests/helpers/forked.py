@@ -1,7 +1,5 @@
 """Processes that share their imports: a fork server loads torch and its libraries once, then each starts at once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

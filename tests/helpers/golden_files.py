@@ -5,8 +5,6 @@ metrics.
 Look at the difference before you keep it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Steps of the training loop by themselves: each makes the epoch that the loop hands on, and calls the loop's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

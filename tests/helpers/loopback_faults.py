@@ -1,7 +1,5 @@
 """Loopback servers that misbehave, by real sockets."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import zlib

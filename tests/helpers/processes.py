@@ -1,7 +1,5 @@
 """Functions that run in several processes at once, and free ports for them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

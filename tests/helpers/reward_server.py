@@ -1,7 +1,5 @@
 """Our reward server in a thread, raw requests to it, and a reward that waits."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

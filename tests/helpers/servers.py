@@ -1,7 +1,5 @@
 """Servers that answer while a test asks."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Command lines of the documents, run in-process: each once, in a folder of its own with the files that it names."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

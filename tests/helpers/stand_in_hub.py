@@ -1,7 +1,5 @@
 """Stand-in for a model hub: the endpoints of uploads and snapshots, on a port of this machine."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

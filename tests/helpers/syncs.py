@@ -3,8 +3,6 @@
 Values that the host reads of them are zeros, or True.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests with tables worked by hand share: float64 values, random and given, a comparison to 1e-10, and grids."""
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo.samplers import grids

@@ -1,7 +1,5 @@
 """Computation by one thread."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

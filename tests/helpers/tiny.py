@@ -1,7 +1,5 @@
 """Tiny random pipelines, built in code: real diffusers classes with a few thousand weights and 16 x 16 images."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

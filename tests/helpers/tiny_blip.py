@@ -1,7 +1,5 @@
 """Tiny networks of BLIP and images for them."""
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo.rewards import image_reward

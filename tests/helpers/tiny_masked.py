@@ -1,7 +1,5 @@
 """A tiny random masked language model, built in code: a real BERT with a few thousand weights."""
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo.starter.arithmetic import build_tokenizer

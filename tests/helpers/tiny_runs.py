@@ -1,8 +1,6 @@
 """Trainers of every kind of model and every method on tiny models: of a flow, of a variance-preserving process, of a
 causal and of a masked language model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

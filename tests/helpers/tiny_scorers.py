@@ -1,7 +1,5 @@
 """Tiny models of CLIP with images for them, prepared by PIL one at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tiny random language model, built in code: a real Qwen3 with a few thousand weights, and its tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

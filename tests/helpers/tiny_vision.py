@@ -1,7 +1,5 @@
 """Tiny random models that read images, of four families, with their processors, all built in code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An update of a trainer in its two halves: the parts of an epoch that teach, and the gradient of their loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

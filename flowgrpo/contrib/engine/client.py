@@ -11,8 +11,6 @@ Nothing that the server sends is executed: no pickle is read, and nothing of the
 MessagePack is read in the types of JSON and bytes: its extensions, which could be any type, are refused.
 """
 
-from __future__ import annotations
-
 import base64
 import http.client
 import io

@@ -1,7 +1,5 @@
 """LoRA of a run on its way to an engine: written to a folder that both read, loaded there, and compared by SHA-256."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import tempfile

@@ -1,8 +1,6 @@
 """Rollouts by an engine (`rollout.engine`): requests of whole groups, the parts that their answers become, and what a
 stock engine cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ without the LoRA, under another prompt, with the other kernel, on shifted sigmas
 least ten times smaller is named. Equal, exchanged and rounded states are seen directly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -4,8 +4,6 @@ The folder holds `reward.json` (aspects, scales, network, measurements) and `net
 own text encoder adds that one's configuration and tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -56,7 +54,7 @@ class Description:
     measured: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Description:
+    def read(cls, folder: Path) -> "Description":
         """Read a folder's `reward.json`. Raises UserError for a file not written by `flowgrpo reward train`."""
         with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo reward train` wrote"):
             record = json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -3,8 +3,6 @@
 `SelfAnswers` says which images and answers. The policy draws; `answering` of it reads images and answers in text.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
         {"question": "How many dogs are there?", "answer": "two", "choices": ["one", "two", "three"]}]}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

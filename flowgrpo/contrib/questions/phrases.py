@@ -1,7 +1,5 @@
 """Noun phrases of a prompt: from its metadata, or by spaCy; relations and numbers in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

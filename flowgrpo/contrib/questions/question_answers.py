@@ -9,8 +9,6 @@ and its text input is the question. P(answer) is the softmax of its scores over 
 `scripts/build/train_starter_answers.py` trains one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -117,7 +115,7 @@ class QuestionAnswers:
     dtype: str | None = None
     device: str | None = None
     batch_size: int | None = None
-    _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
+    _model: "ByVqa | ByJudge | ByFolder" = field(init=False, repr=False)
     _writer: CachedWriter[Question] | None = field(init=False, repr=False)
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 

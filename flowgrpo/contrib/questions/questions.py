@@ -4,8 +4,6 @@ Templates read GenEval's metadata and prompts of the starter's world: objects, c
 prompts, a language model behind a judge's endpoint writes questions, once per prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

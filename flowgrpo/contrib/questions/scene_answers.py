@@ -5,8 +5,6 @@ The questions are those of `questions.of_claims`, of any claims, and besides "Is
 has no right answer.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
     reward: {scene: 1.0, self_answers: 0.5}
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

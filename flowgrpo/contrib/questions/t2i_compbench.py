@@ -7,8 +7,6 @@ places, or with actions, or with both. BLIP-VQA (2201.12086) is asked as in the 
 which detects objects that are named in words, or another detector's: not comparable with the release's UniDet.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ of partial rollouts (`partial_rollouts`) have tokens of several epochs' weights.
 surrogate clips, and the behaviour policy is the one that drew the decision (`behaviour_weights`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

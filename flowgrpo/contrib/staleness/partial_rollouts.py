@@ -1,8 +1,6 @@
 """Partial rollouts of a run: more groups are begun than an epoch trains, and those that are not whole go on in the next
 epoch (APRIL, 2509.18521)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import fields

@@ -6,8 +6,6 @@ train their groups, point to point; the trained weights come back by a broadcast
 the weights by which the next N epochs are drawn, so that a resumed run draws them again.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait

@@ -8,8 +8,6 @@ Then the mean factor of the second half of these updates is kept, and the schedu
 step, so that what is read is sqrt(s^2 + f^2): a step is read at several times its size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace

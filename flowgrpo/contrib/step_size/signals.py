@@ -9,8 +9,6 @@ linear there, and rounding, which is of one size, matters less. `read` replays i
 of changes, what it is divided by), are added over processes; `size` is the signal of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -13,8 +13,6 @@ looking, by chance or by place, chooses each with probability 1 / k, and the cap
 sessions at most it ever reaches 20 (Ville, 1939), however often one looks (Ramdas and others, 2210.01948).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

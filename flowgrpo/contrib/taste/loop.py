@@ -6,8 +6,6 @@ the scores. Until there is evidence of a taste all samples have the same reward.
 learned, so that the user votes on it meanwhile. What the run trains depends on the votes alone, never on their times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ The run is that of `flowgrpo train`, with the votes as its reward. When it is st
 many epochs as were trained, so that it only measures, by the head that was learned, and writes LoRA and report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

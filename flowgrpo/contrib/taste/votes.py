@@ -1,7 +1,5 @@
 """Questions to the user, the votes, and the file that keeps them: a line per click, on disk before the next one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ The package pins transformers 4.33 and numpy below 2, so that it seldom fits int
 process of its own, by the interpreter that `python` names, on videos in a temporary folder.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

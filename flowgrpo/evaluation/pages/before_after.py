@@ -1,7 +1,5 @@
 """Before/after rows of a page: pairs of samples with their captions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

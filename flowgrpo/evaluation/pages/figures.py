@@ -2,8 +2,6 @@
 rewards over the RLG weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Comparison of several runs in one page: a curve per run and reward, and a table of the settings that differ."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass

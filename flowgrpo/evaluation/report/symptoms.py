@@ -1,8 +1,6 @@
 """Symptoms of a run that does not learn, from its metrics: the training loop alerts to them, and the report names those
 of the last epochs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias

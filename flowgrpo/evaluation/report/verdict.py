@@ -2,8 +2,6 @@
 from its lines of metrics: the epochs that trained nothing, and why.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

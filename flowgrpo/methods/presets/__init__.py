@@ -4,8 +4,6 @@ A new one adds at most one part, one preset and one test. Every public function 
 is every one of `text.presets`, which `registry.NAMED` has.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType

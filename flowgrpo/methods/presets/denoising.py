@@ -1,7 +1,5 @@
 """Presets that train recorded steps of a rollout, by their log-probability: rows and trees of them."""
 
-from __future__ import annotations
-
 from flowgrpo.advantages import baselines, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.distillation import DistributionMatching, RewardedMatching

@@ -1,7 +1,5 @@
 """Presets that train what rollouts end with: noised finals, a reward's gradient through the last steps, edits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flowgrpo.advantages import gae, group, selection, shaping

@@ -1,7 +1,5 @@
 """Presets that modify one thing of a base method: `mix_grpo+grpo_guard`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 team of processes shares the tokens of its rows (Ulysses).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -7,8 +7,6 @@ need them: `idle_steps` put a state into a loop that does not take it, and `Enco
 `EncodePrompt` calls a pipeline with no steps to do, for what its `encode_prompt` returns there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

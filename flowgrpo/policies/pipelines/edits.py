@@ -1,7 +1,5 @@
 """Edits of final latents: a frozen pipeline, a small policy that edits what it draws, and a critic of the result."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

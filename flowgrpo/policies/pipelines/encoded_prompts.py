@@ -4,8 +4,6 @@ A cache's folder is named by values of the text encoders (`conditioning.fingerpr
 finds that name in an index file, by the contents of the encoders' files and the settings of their calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A distilled model is sampled in 1 to 8 steps without classifier-free guidance, o
 is known by its scheduler and its configuration, and by the names of its repository, denoiser and fused LoRAs.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 denoisers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

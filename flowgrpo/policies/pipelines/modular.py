@@ -7,8 +7,6 @@ loaded one a class with `__call__`, whose arguments are those of its blocks, and
 with the state of the blocks before it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -2,8 +2,6 @@
 its text encoders do not read to the end.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence

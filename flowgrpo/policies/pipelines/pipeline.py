@@ -3,8 +3,6 @@
 No line here knows a latent's shape, a model's embeddings or its guidance. See samplers/scheduler.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence

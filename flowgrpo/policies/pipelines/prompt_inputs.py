@@ -1,7 +1,5 @@
 """Files that prompts bring, as arguments of a pipeline's call."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ For language models transformers does this in training mode only. That would tur
 from the rollout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -2,8 +2,6 @@
 arithmetic that a CPU does faster. Results differ by rounding alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator

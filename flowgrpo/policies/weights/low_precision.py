@@ -4,8 +4,6 @@ torchao quantises the weights of linear layers once, and their inputs in every c
 is added in full precision. Layers of other kinds are unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

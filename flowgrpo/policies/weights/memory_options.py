@@ -2,8 +2,6 @@
 parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -78,7 +76,7 @@ def later(memory: Memory) -> bool:
     return memory.denoiser != "keep" or memory.offload != "none"
 
 
-def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torch.device, memory: Memory,
+def place(denoisers: Iterable[torch.nn.Module], encoders: "Encoders", device: torch.device, memory: Memory,
           weights: Any = None) -> None:
     """Let the frozen weights of denoisers wait as `memory.denoiser` and `memory.offload` say. weights: a LoRA on them
     that is trained, and stays on the device; without one weights wait block by block."""

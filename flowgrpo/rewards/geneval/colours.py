@@ -9,8 +9,6 @@ Where the detector gives a mask, all outside it is painted grey, #999. Each of t
 the embeddings of three texts; the one nearest to the image's counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 detector of the published evaluation, or by a server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

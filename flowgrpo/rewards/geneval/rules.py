@@ -13,8 +13,6 @@ Mask2Former, and the published colours, by CLIP (evaluation/evaluate_images.py o
 detector of torchvision's, and measures colours (`colours.py`): its numbers are not GenEval's.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import field

@@ -1,7 +1,5 @@
 """HTTP requests to one of several URLs in turn, with retries and with limits on an answer's time and size."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import itertools

@@ -5,8 +5,6 @@ A request ends by its time-out whatever the other side does: the name's lookup, 
 cancels them. Redirects are not followed, and proxies of the environment are not used.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import ssl

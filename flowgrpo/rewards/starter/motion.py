@@ -8,8 +8,6 @@ track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough),
     motion == 1  exactly where  motion_graded == 1  exactly where every criterion is met.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

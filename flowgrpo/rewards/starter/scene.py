@@ -9,8 +9,6 @@ ramp from 0 (bad) to 1 (good enough) and `scene_graded` is made of products and 
 The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: no other may be in the image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -2,8 +2,6 @@
 areas with crisp edges, without grain, blur or shading.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -129,7 +127,7 @@ def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
     return _direction(colours, taken, claims) * shown / (len(slots) + elsewhere)
 
 
-def _credit(over: Tensor, colour: Tensor, paint: Tensor, claimed: int, place: Place) -> Tensor:
+def _credit(over: Tensor, colour: Tensor, paint: Tensor, claimed: int, place: "Place") -> Tensor:
     """Overlap of the claimed shape at a place, times its probability beside the other shapes around."""
     y, x = place[2:4]
     top, left = max(y - NEAR, 0), max(x - NEAR, 0)

@@ -4,8 +4,6 @@ Servers differ in the keys that they take. A request begins with what most of th
 refuses is renamed or left out from then on, which is printed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

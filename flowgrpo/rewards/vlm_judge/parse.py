@@ -4,8 +4,6 @@ All functions are pure. An answer is untrusted text: reasoning before it (`<thin
 are skipped. A number outside its range, a refusal or two contradicting answers count as no answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

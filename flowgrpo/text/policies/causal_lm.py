@@ -4,8 +4,6 @@ Sampling is transformers' `GenerationMixin.generate`, batched, with its cache; o
 the model's body once, and its head only for drawn tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -407,7 +405,7 @@ class CausalLM:
         with self.weights.reference(held), torch.no_grad():
             yield
 
-    def sync(self, policy: CausalLM) -> None:
+    def sync(self, policy: "CausalLM") -> None:
         """Take over the weights of a policy, of which this one is a copy as an engine."""
         self.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
 

@@ -7,8 +7,6 @@ An engine has
 `evaluations`: the number of processed tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ def uses_engine(config: Config) -> bool:
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
-def make(config: Config, policy: CausalLM, processes: int = 1) -> CausalLM | VLLM:
+def make(config: Config, policy: CausalLM, processes: int = 1) -> "CausalLM | VLLM":
     """Create the engine of a configuration: vLLM, or a copy of the policy in another precision.
     Raises UserError if it cannot sample for this policy, or if vLLM is missing."""
     if policy.process == "masks":

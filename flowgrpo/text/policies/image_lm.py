@@ -6,8 +6,6 @@ in float32 from the logits of two rows, with and without the prompt, in the roll
 guidance, which that `generate` does not have, one row is read for each image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

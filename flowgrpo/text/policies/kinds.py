@@ -1,7 +1,5 @@
 """Kinds of language models: which a config.json describes, and how one is loaded and becomes a policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ An answer begins as masks behind its prompt, and every step turns some into toke
 log-probability is that in the state of its own step. So a replay evaluates the states of the recorded trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

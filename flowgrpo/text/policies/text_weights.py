@@ -1,7 +1,5 @@
 """Language models in the files of transformers and peft: loading, and trainable weights."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The processor makes tokens and pixels of a prompt through its chat template. Pro
 one batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ class Shown(TokenizedPrompts):
     by_token: list[dict[str, Tensor]]
     images: list[dict[str, Tensor]]
 
-    def rows(self, index: Tensor) -> Shown:
+    def rows(self, index: Tensor) -> "Shown":
         return Shown(*([values[i] for i in index.tolist()] for values in
                        (self.prompts, self.ids, self.by_token, self.images)))
 

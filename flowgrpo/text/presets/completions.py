@@ -1,7 +1,5 @@
 """Presets of language models: causal and masked."""
 
-from __future__ import annotations
-
 import math
 
 from flowgrpo.advantages import baselines, gae, group, selection, shaping, token_credit, trackers

@@ -1,7 +1,5 @@
 """Presets that modify one thing of a language model's base method; without one, of GRPO or DAPO."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flowgrpo.methods import supervised

@@ -1,7 +1,5 @@
 """Presets of masked language models that follow the gradient of a reward."""
 
-from __future__ import annotations
-
 from flowgrpo.advantages import group
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import ratios, reductions, references, surrogates

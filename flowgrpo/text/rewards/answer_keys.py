@@ -4,8 +4,6 @@ A completion is a model's: any content gets a score, at worst 0. A key is the us
 one-line UserError. A prompt without the key has no score (None).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar

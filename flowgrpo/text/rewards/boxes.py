@@ -1,7 +1,5 @@
 """Rewards of places that a completion names: boxes of an image, and spans of a video."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -2,8 +2,6 @@
 scorers (`flowgrpo reward train-text`), and texts whose tokens carry a graph.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -195,7 +193,7 @@ class SoftTexts:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def __getitem__(self, rows: Sequence[int]) -> SoftTexts:
+    def __getitem__(self, rows: Sequence[int]) -> "SoftTexts":
         return SoftTexts(self.weights[rows], self.tokens)
 
 
@@ -241,7 +239,7 @@ class LearnedHeads:
         atomic.write_text(file, json.dumps({"form": FORM, **asdict(self)}) + "\n")
 
     @classmethod
-    def read(cls, file: Path) -> LearnedHeads:
+    def read(cls, file: Path) -> "LearnedHeads":
         """Read the file of a reward. Raises UserError for one not written by `flowgrpo reward train-text`."""
         with loading(f"reward 'text_scorer': {file}", "expected what `flowgrpo reward train-text` wrote"):
             record = json.loads(file.read_text(encoding="utf-8"))

@@ -5,8 +5,6 @@ which some have no label, or a wrong one. They remember the epochs before in the
 which its checkpoints keep, and need one process.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter
@@ -138,7 +136,7 @@ class Remembering:
             values += self._score(past, prompts[start], answers, label or None)
         return values
 
-    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+    def _score(self, past: "Past", prompt: str, answers: Sequence[Hashable | None],
                label: set[Hashable | None] | None) -> list[float | None]:
         """The scores of a group's answers. label: accepted answers, None if the prompt has no label."""
         raise NotImplementedError

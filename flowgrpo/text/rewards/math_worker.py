@@ -5,8 +5,6 @@ null] with whether the key is readable. It ends with its standard input, and by 
 long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Numbers are exact fractions. Other mathematics is read by the package math-verif
 killed if an answer takes too long.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json
@@ -84,7 +82,7 @@ class Number:
     value: Fraction
     percent: bool = False
 
-    def equals(self, key: Number, tolerance: Fraction) -> bool:
+    def equals(self, key: "Number", tolerance: Fraction) -> bool:
         """True if within the tolerance of `key`, scaled by its size if that is above 1. If only one of the two has a
         percent sign, 50 % equals 50 as well as 0.5."""
         once = self.percent != key.percent

@@ -3,8 +3,6 @@
 It trains a prompt enhancer: a language model that rewrites prompts, with the pipeline as its environment (EPO).
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Sequence

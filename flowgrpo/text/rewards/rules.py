@@ -1,7 +1,5 @@
 """Rules for completions: exact answers, choices, tag formats, steps, repetition, length, translations (BLEU, chrF)."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

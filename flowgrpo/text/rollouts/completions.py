@@ -2,8 +2,6 @@
 engine may sample, with importance weights towards the trainer.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

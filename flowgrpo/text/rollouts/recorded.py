@@ -1,8 +1,6 @@
 """Rollouts of a language model: for recorded pairs of texts, for a reward's gradient through a masked model
 (`gumbel_softmax`), and `make_rollouts`, which chooses among them and `completions.TextRollouts`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -94,7 +92,7 @@ class Redrawn:
     def counts(self) -> Tensor:
         return torch.ones(len(self.prompts), dtype=torch.bool)
 
-    def select(self, keep: Tensor) -> Redrawn | None:
+    def select(self, keep: Tensor) -> "Redrawn | None":
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
         return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
 

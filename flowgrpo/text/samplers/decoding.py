@@ -4,8 +4,6 @@
 the distribution that was sampled, after temperature and cuts, in float32.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal

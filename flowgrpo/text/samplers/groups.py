@@ -11,8 +11,6 @@ The result is a list of SampledCompletions, B rows together in their order.
 Groups are drawn independently, as trees with shared prefixes, or pruned; continuations give Monte-Carlo values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ chain of the continuous-time process of masked diffusion: every mask leaves at t
 is uniform, and the weights decide the tokens alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -53,7 +51,7 @@ class GumbelSoftmax:
             raise ValueError(f"GumbelSoftmax: temperature is {self.temperature} and schedule {self.schedule}, expected "
                              "temperatures above 0")
 
-    def at_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
+    def at_epoch(self, epoch: int, epochs: int) -> "GumbelSoftmax":
         if self.schedule is None:
             return self
         now = self.schedule(self.temperature, RunState(epoch, epochs))

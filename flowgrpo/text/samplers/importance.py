@@ -7,8 +7,6 @@ Partial rollouts are groups of completions that are drawn a few tokens at a time
 2509.18521).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ methods and budgets, worker.py the process that trains one, probe.py what it mea
 results.json with its statistics, table.py and page.py the pages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 with intervals over seeds and prompts, and where a curve reaches an accuracy.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -2,8 +2,6 @@
 of prompts), and methods as they are given: a preset, presets joined by +, FILE.py:NAME, or a recipe file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -2,8 +2,6 @@
 page's colours, each with a title for readers of the screen.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import re

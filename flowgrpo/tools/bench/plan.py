@@ -2,8 +2,6 @@
 budget of evaluations buys a number of epochs that is known before anything runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

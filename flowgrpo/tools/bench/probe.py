@@ -1,7 +1,5 @@
 """Measurements of a bench beside those of a run: the cost of an epoch before it, diversity and KL after it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

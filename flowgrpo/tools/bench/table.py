@@ -1,7 +1,5 @@
 """Tables of a bench: results.md, results.csv, results.tex, and the lines that the terminal shows."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -5,8 +5,6 @@ What a run prints goes to standard error. At the end of standard input, which th
 process gets SIGTERM, as from a job scheduler: a run saves its last whole epoch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Check that a language model can be trained: sample, replay and differentiate a few tokens."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipelines that `check` drives: a tiny instance of a class, a folder, a file, or a model of the hub."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 downloads: several files at once, each verified, and continued where a download broke off or was killed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -3,8 +3,6 @@
 Language models: language.py.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack, suppress
 from pathlib import Path

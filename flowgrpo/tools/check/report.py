@@ -26,8 +26,6 @@ head_alone (logits are the head's, so only those of sampled tokens are computed)
 machine for the reward `code_run`, or why there is none.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

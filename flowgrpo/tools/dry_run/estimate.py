@@ -4,8 +4,6 @@
 one micro-batch, and extrapolated to all.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -150,7 +148,7 @@ class Estimate:
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
         return f"computed, corrected by {factors} as {self.source}"
 
-    def correct(self, gpu: str, model: str, table: Path = MEASURED) -> Estimate:
+    def correct(self, gpu: str, model: str, table: Path = MEASURED) -> "Estimate":
         """Estimate with the factors that were measured on this card for the model's pipeline, if any are. table: {card:
         {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes."""
         known, card = find(model), gpu_key(gpu)

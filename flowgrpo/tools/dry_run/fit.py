@@ -1,7 +1,5 @@
 """Settings with which a recipe fits a GPU, by dry runs."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@
   masks and lengths have their values, and code that branches on them takes its true way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 A profile is found by a digest of what it depends on; a changed recipe is run anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Repeated calls of a policy, which are counted and not run: a denoiser's forward, a replay with its backward, a
 decoding. A call repeats another if its tensors have the same shapes and dtypes, and its other arguments are equal."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

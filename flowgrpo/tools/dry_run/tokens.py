@@ -4,8 +4,6 @@ One image token, one decoding, one replay of a micro-batch and one of its questi
 epoch has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Weights on a pretended GPU: a policy's, as a recipe stores them, shares them out, and sends text encoders away; and
 bytes of the reward models that stay there."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any

@@ -8,8 +8,6 @@ A file of labelled texts is `.jsonl`, one object per line: `text` with `labels`,
 `chosen` and `rejected`, two texts. Optional are `prompt`, whose lines are held out together, and `category`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have mar
 verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN if a pair has no verdict on an aspect.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

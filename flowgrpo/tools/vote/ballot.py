@@ -3,8 +3,6 @@
 The file is that of flowgrpo/data/pairs.py. Rows of other pairs in it are kept.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

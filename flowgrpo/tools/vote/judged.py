@@ -4,8 +4,6 @@ A group's scores are a line of the file as soon as they are known, so a killed c
 the content of its samples and by the reward's name, arguments and `when`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Preference pairs from the scores of samples: which samples of a prompt become a pair, and its verdicts by aspect."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

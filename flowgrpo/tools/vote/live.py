@@ -3,8 +3,6 @@
 One thread asks, and learns from whole batches; those of the page show and vote. What is learned is not taken back.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import threading

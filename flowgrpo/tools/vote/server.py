@@ -6,8 +6,6 @@ POST /TOKEN/vote takes {"question": "3.q7", "shown": [0, 1, 2, 3], "choice": 2},
 /TOKEN/undo and /TOKEN/finish take {}.
 """
 
-from __future__ import annotations
-
 import hmac
 import io
 import json

@@ -2,8 +2,6 @@
 for the vote: the same prompts and seeds with two LoRAs of a model, with the base and one, or two samples of a model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ A package adds its own with a feature, or alone by an entry point in the group `
 trainer and the reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

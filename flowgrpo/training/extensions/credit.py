@@ -5,8 +5,6 @@ A measurement is one replay of recorded decisions without gradients, for methods
 For the critic of edits a buffer keeps samples of earlier epochs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Groups that are sampled again, or under another input than the one that is learned (`parts.redraw`, `.expansion`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

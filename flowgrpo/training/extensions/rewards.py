@@ -1,7 +1,5 @@
 """Extensions on a run's rewards: multipliers of their constraints, and hints on what keeps a run from learning."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule, group_std, weighted_sum

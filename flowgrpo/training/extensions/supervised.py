@@ -1,7 +1,5 @@
 """Supervised term of a run: its gradient beside the reinforcement gradient, in every optimizer step or in its own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Choice of a boundary: the first kind that is installed and holds against a probe on this machine."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs of a model's code within a boundary, whose verdict the code cannot write."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

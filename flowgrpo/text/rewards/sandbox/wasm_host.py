@@ -4,8 +4,6 @@ PACKAGES: folder that has wasmtime. MODULE: the compiled CPython. INSIDE, JOB: f
 nothing else: WebAssembly has no system calls but those that are given to it, here WASI's of files, streams and time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

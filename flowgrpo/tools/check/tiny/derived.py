@@ -1,7 +1,5 @@
 """ModularPipelines, and others that have the parts of a tiny pipeline of another module, which ROWS names."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Flow-matching image pipelines of 16 x 16 to 64 x 64 pixels."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of tiny pipelines: tokenizers, text encoders, denoisers, autoencoders, schedulers; and pipelines of them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias

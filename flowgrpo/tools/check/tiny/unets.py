@@ -2,8 +2,6 @@
 pipelines of both kinds with a live ControlNet or IP-Adapter. Control images have 16 x 16 pixels.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from pathlib import Path

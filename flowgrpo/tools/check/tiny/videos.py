@@ -4,8 +4,6 @@ Schedulers are those of the published checkpoints, with their conventions: inver
 terminal signal, multistep flow schedulers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

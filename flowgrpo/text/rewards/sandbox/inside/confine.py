@@ -1,7 +1,5 @@
 """Limits that a process sets for itself for good: resources, and a filter of system calls (seccomp) on Linux."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

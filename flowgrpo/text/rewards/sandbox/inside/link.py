@@ -3,8 +3,6 @@
 The tests see the code's objects as `Remote`. Of the tests' objects the code gets plain data, and functions to call.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

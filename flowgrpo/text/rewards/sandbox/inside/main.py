@@ -7,8 +7,6 @@ Once confined, each writes "started" to its standard error. Modes:
 - tests: run each test against the definitions over the link, and write "1" or "0" for each to standard error.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

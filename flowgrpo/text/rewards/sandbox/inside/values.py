@@ -1,7 +1,5 @@
 """Values in the messages of link.py: plain data by value, all else by a number that its owner resolves."""
 
-from __future__ import annotations
-
 import builtins
 import datetime
 from collections.abc import Callable

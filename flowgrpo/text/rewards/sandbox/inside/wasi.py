@@ -1,7 +1,5 @@
 """Process within WebAssembly: its host confines it, and it can neither copy descriptors nor open /dev/null."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Any
