@@ -2,11 +2,9 @@
 their prompts (ViSurf, 2510.10606).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,13 +12,11 @@ from torch import Tensor
 from flowgrpo.advantages.group import group_relative, weighted_sum
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit, chain
+from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.text.samplers.language_model import CausalModel, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Context, Segmented, unwrap
-
-if TYPE_CHECKING:
-    from flowgrpo.config.schema import Config
 
 
 @part("shaping", target="texts", reads_answers=True,

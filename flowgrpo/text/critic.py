@@ -4,11 +4,9 @@ It is a linear head on the policy's last hidden states; of a masked model each i
 step. The states are detached, so it does not change the policy. Checkpoints hold it; adapters do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,13 +20,11 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
+from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.samplers.decoding import Decoding, completion_masks
 from flowgrpo.text.samplers.groups import PrunedDraws, states_at
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.types import Completions
-
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.causal_lm import CausalLM
-    from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
 
 class Critic:
@@ -51,7 +47,7 @@ class Critic:
     def __call__(self, parts: Sequence[Part], conditioning: Encoded) -> list[Part]:
         """The parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
-        return [self._assign_credit(part, cast("TokenizedPrompts", conditioning)) for part in parts]
+        return [self._assign_credit(part, cast(TokenizedPrompts, conditioning)) for part in parts]
 
     @torch.no_grad()
     def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
@@ -157,7 +153,7 @@ class QualityCritic(Critic):
 def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes) -> Critic:
     """Create the value model of a method, or the quality head of its draws."""
     rollout, part = method.generation, method.credit.value
-    of_run = cast("CausalLM", policy), rollout.decoding, geometry, processes
+    of_run = cast(CausalLM, policy), rollout.decoding, geometry, processes
     if isinstance(rollout.draws, PrunedDraws):
         return QualityCritic(rollout.draws, *of_run)
     if isinstance(part, OutcomeHead):

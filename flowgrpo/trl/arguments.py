@@ -4,16 +4,13 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from flowgrpo.arguments import OMITTED, build_config
+from flowgrpo.arguments import OMITTED, Options, build_config
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.parts import Range
 from flowgrpo.rewards.find import locate
 from flowgrpo.training import announcement, checks
-
-if TYPE_CHECKING:
-    from flowgrpo.arguments import Options
 
 
 class UnknownArgument(UserError, TypeError):
@@ -64,7 +61,7 @@ def processes() -> int:
 
 def check(model: Any, rewards: dict[Any, Any], prompts: Any, keys: dict[str, Any]) -> None:
     """Raise UserError for arguments that `align` would reject before it loads a model."""
-    config, functions = build_config(model, rewards, prompts, OMITTED, None, cast("Options", keys))
+    config, functions = build_config(model, rewards, prompts, OMITTED, None, cast(Options, keys))
     pipe = None if isinstance(model, (str, Path)) else model
     config, _ = announcement.fit_model(config, pipe)
     checks.check_keys(config, pipe)

@@ -127,35 +127,28 @@ class Remembering:
 
     def __call__(self, completions: Texts, prompts: Texts, metadata: Metadata,
                  group: int, memory: dict[str, Any] | None = None, epoch: int | None = None) -> list[float | None]:
-        past = Past({} if memory is None else memory, epoch)
+        memory = {} if memory is None else memory
         labels, read = keys(self.reward, metadata, self.key, prompts, several), reader(self.kind)
         values: list[float | None] = []
         for start in range(0, len(completions), group):
             answers = [read(text) for text in completions[start:start + group]]
             label = labels[start] and {read(f"<answer>{text}</answer>") for text in labels[start] or []}
-            values += self._score(past, prompts[start], answers, label or None)
+            values += self._score(memory, epoch, prompts[start], answers, label or None)
         return values
 
-    def _score(self, past: "Past", prompt: str, answers: Sequence[Hashable | None],
+    def _score(self, memory: dict[str, Any], epoch: int | None, prompt: str, answers: Sequence[Hashable | None],
                label: set[Hashable | None] | None) -> list[float | None]:
-        """The scores of a group's answers. label: accepted answers, None if the prompt has no label."""
+        """The scores of a group's answers. memory: a list of visits, [epoch, ...] each, by prompt. epoch: None to
+        remember nothing. label: accepted answers, None if the prompt has no label."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Past:
-    """History of prompts: a list of visits, [epoch, ...] each, by prompt. epoch: None to remember nothing."""
-
-    memory: dict[str, Any]
-    epoch: int | None
-
-    def visits(self, prompt: str, entry: list[Any]) -> list[list[Any]]:
-        """A prompt's visits with the present one behind those of earlier epochs."""
-        history = [visit for visit in self.memory.get(prompt, []) if visit[0] != self.epoch]
-        history.append([self.epoch, *entry])
-        if self.epoch is not None:
-            self.memory[prompt] = history
-        return history
+def add_visit(memory: dict[str, Any], epoch: int | None, prompt: str, entry: list[Any]) -> list[list[Any]]:
+    """A prompt's visits with the present one behind those of earlier epochs."""
+    history = [*(visit for visit in memory.get(prompt, []) if visit[0] != epoch), [epoch, *entry]]
+    if epoch is not None:
+        memory[prompt] = history
+    return history
 
 
 @built_in("refined_labels", eq=False)
@@ -174,12 +167,13 @@ class RefinedLabels(Remembering):
         if self.window < 2:
             raise UserError(f"reward 'refined_labels': window is {self.window}, expected 2 visits or more")
 
-    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+    def _score(self, memory: dict[str, Any], epoch: int | None, prompt: str, answers: Sequence[Hashable | None],
                label: set[Hashable | None] | None) -> list[float | None]:
         if label is None:
             return [None] * len(answers)
         best = mode(answers)
-        history = past.visits(prompt, [None if best is None else str(best), answers.count(best) / len(answers)])
+        entry = [None if best is None else str(best), answers.count(best) / len(answers)]
+        history = add_visit(memory, epoch, prompt, entry)
         better = refine_label([(answer, share) for _, answer, share in history], self.window)
         del history[:-self.window]  # in the memory too
         accepted = {str(each) for each in label} if better is None else {better}
@@ -204,14 +198,15 @@ class PseudoLabels(Remembering):
             raise UserError(f"reward 'pseudo_labels': similarity is {self.similarity}, visits {self.visits}, expected "
                             "above 0 up to 1, and 1 or more")
 
-    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+    def _score(self, memory: dict[str, Any], epoch: int | None, prompt: str, answers: Sequence[Hashable | None],
                label: set[Hashable | None] | None) -> list[float | None]:
         best = mode(answers)
         accepted = {best} if label is None else label
         right = [float(answer is not None and answer in accepted) for answer in answers]
-        rates = [rate for _, _, rate in past.visits(prompt, [label is not None, sum(right) / len(right)])]
+        visits = add_visit(memory, epoch, prompt, [label is not None, sum(right) / len(right)])
+        rates = [rate for _, _, rate in visits]
         if label is not None:
             return list(right)
-        known = [[rate for _, _, rate in history] for history in past.memory.values() if history[0][1]]
+        known = [[rate for _, _, rate in history] for history in memory.values() if history[0][1]]
         trusted = len(rates) >= self.visits and alike(rates, mean_trajectory(known)) >= self.similarity
         return list(right) if trusted else [None] * len(right)

@@ -103,18 +103,13 @@ def tag_share(text: str, tags: Sequence[str]) -> float:
         len(marks) + 2)
 
 
-def distinct(text: str, n: int, unit: str = "words") -> float | None:
+def distinct(text: str, n: int, unit: str) -> float | None:
     """The share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
     unit: words between spaces, in lower case, or characters without spaces."""
     parts = text.casefold().split()
     parts = list("".join(parts)) if unit == "characters" else parts
     count = len(parts) - n + 1
     return len({tuple(parts[i:i + n]) for i in range(count)}) / count if count > 0 else None
-
-
-def _require_ngrams(reward: str, n: int, unit: str) -> None:
-    if type(n) is not int or n < 1 or unit not in ("words", "characters"):
-        raise UserError(f"reward {reward!r}: n is {n!r} and unit {unit!r}, expected 1 or more, and words or characters")
 
 
 @built_in("repetition", "repeat loop degenerate")
@@ -126,10 +121,13 @@ class Repetition:
 
     n: int = 3
     unit: str = "words"
+    reward: ClassVar[str]
     about = About(modality="text", range=(-1, 0), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        _require_ngrams("repetition", self.n, self.unit)
+        if type(self.n) is not int or self.n < 1 or self.unit not in ("words", "characters"):
+            raise UserError(f"reward {self.reward!r}: n is {self.n!r} and unit {self.unit!r}, expected 1 or more, and "
+                            "words or characters")
 
     def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         shares = [distinct(text, self.n, self.unit) for text in completions]
@@ -137,18 +135,14 @@ class Repetition:
 
 
 @built_in("distinct", "diversity variety repeat")
-class Distinct:
+class Distinct(Repetition):
     """Share of distinct n-grams of a completion, distinct-n; 0 if it has none.
 
     unit: as in `Repetition`. A short text has a large share by nature.
     """
 
     n: int = 2
-    unit: str = "words"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        _require_ngrams("distinct", self.n, self.unit)
 
     def __call__(self, completions: Texts, prompts: Texts) -> list[float]:
         return [distinct(text, self.n, self.unit) or 0.0 for text in completions]

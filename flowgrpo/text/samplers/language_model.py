@@ -2,21 +2,17 @@
 completions, and reference answers as samples of their groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
 
+from flowgrpo.config.sections import Text
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.types import Completion
+from flowgrpo.types import Completion, Scored
 
-if TYPE_CHECKING:
-    from flowgrpo.config.sections import Text
-    from flowgrpo.types import Scored
 
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompts:
@@ -35,7 +31,7 @@ class TokenizedPrompts:
     references: Sequence[str | None] = field(default=(), kw_only=True)
     begun: Sequence[Tensor] = field(default=(), kw_only=True)
 
-    def rows(self, index: Tensor) -> TokenizedPrompts:
+    def rows(self, index: Tensor) -> "TokenizedPrompts":
         """The rows `index` (int64 [B]); a row may be taken several times."""
         return TokenizedPrompts([self.prompts[i] for i in index.tolist()], [self.ids[i] for i in index.tolist()])
 

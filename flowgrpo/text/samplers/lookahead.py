@@ -1,21 +1,17 @@
 """LATR: branch completions at uncertain tokens and keep the branches that diverge (2510.24302); a part of `draws`."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.parts import AtLeast, part
+from flowgrpo.text.samplers.decoding import Decoding, Generators
 from flowgrpo.text.samplers.groups import alternatives, concatenate, continue_prefixes, reorder, sample_rows
-
-if TYPE_CHECKING:
-    from flowgrpo.text.samplers.decoding import Decoding, Generators
-    from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 
 @part("draws", causal=True, leaves=1, jointly={"likely gap apart share ahead": "0 to 1 each, and 1 or more"})
@@ -71,7 +67,7 @@ class BranchingLookahead:
         return [reorder(completions, torch.tensor(rows + missing).argsort())]
 
     def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
-                 decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
+                 decoding: Decoding, after: Sequence[int], first: int) -> "list[list[Branch]]":
         """The possible branches of each of the completions [b] from the place `after` on, numbered from `first`."""
         tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
         fits = completions.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
