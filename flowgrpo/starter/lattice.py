@@ -14,7 +14,6 @@ from flowgrpo.starter.scenes import COLOURS, SHAPES, Claims
 
 SIDE = 8  # tokens per side
 CELL = scenes.SIZE // SIDE  # pixels per side of a token
-CODES = 1 + 4 * len(SHAPES) * len(COLOURS)  # 0 is the ground
 RADIUS = 7.0  # pixels
 GROUND = 0.965
 APART = 2.3 * RADIUS + 2  # of centres, at least
@@ -42,16 +41,6 @@ def paint(objects: Sequence[Placed]) -> np.ndarray:
         mask = np.roll(_mask(shape), (y - scenes.SIZE // 2, x - scenes.SIZE // 2), (0, 1))
         image = image * (1 - mask) + np.array(COLOURS[colour], np.float32)[:, None, None] * mask
     return image
-
-
-def tokens(objects: Sequence[Placed]) -> np.ndarray:
-    """Tokens int64 [64] of an image, row by row."""
-    grid = np.zeros((SIDE, SIDE), np.int64)
-    for shape, colour, (x, y) in objects:
-        first = 1 + 4 * (SHAPES.index(shape) * len(COLOURS) + list(COLOURS).index(colour))
-        row, column = y // CELL, x // CELL
-        grid[row - 1:row + 1, column - 1:column + 1] = first + np.arange(4).reshape(2, 2)
-    return grid.reshape(-1)
 
 
 @lru_cache(maxsize=len(SHAPES))

@@ -1,4 +1,4 @@
-"""World of the image starter: claims of a prompt, drawing of a scene, held-out prompts.
+"""World of the image starter: claims of a prompt, and drawing of a scene.
 
 A scene is a 64x64 image of flat shapes on a light ground. The prompts follow the six tasks of GenEval (Ghosh et al.
 2023): single object, two objects, counting, colours, position, colour attribution.
@@ -6,8 +6,6 @@ A scene is a 64x64 image of flat shapes on a light ground. The prompts follow th
 
 import math
 import re
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,13 +28,6 @@ TASKS = ("single", "colours", "counting", "two", "position", "attribution")
 STAMP = (5, 14)  # height and width in pixels
 PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
 VERIFIED = ", verified"  # ends those captions of the starter's own training that are right for certain
-
-# Kept out of alignment, so that held-out prompts ask it for something new: every shape and every colour loses one pair,
-# and each relation some ordered pairs of shapes. The starter's own training saw them, as a large model has seen most.
-HELD_PAIRS = frozenset({("circle", "purple"), ("square", "yellow"), ("triangle", "black"), ("star", "red"),
-                        ("cross", "green"), ("ring", "blue")})
-HELD_RELATIONS = frozenset(
-    (SHAPES[i], relation, SHAPES[(i + 1 + j) % 6]) for j, relation in enumerate(RELATIONS) for i in range(6))
 
 
 @dataclass(frozen=True)
@@ -97,21 +88,6 @@ def parse(prompt: str) -> Claims:
     return Claims(objects, relation)
 
 
-def is_held_out(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that no alignment may see."""
-    if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
-        return True
-    if claims.relation:
-        return (claims.objects[0].shape, claims.relation, claims.objects[1].shape) in HELD_RELATIONS
-    return zlib.crc32(claims.caption(prefix).encode()) % 8 == 0
-
-
-def is_reserved(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that no alignment trains on: the held-out ones, and a third more of tasks with few prompts."""
-    few = claims.task in ("single", "counting", "two")
-    return is_held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
-
-
 def sample_claims(rng: np.random.Generator, task: str) -> Claims:
     """Draw a prompt's content uniformly among those of a task (shapes of one prompt always differ)."""
     shapes = rng.permutation(SHAPES)[:2].tolist()
@@ -125,41 +101,6 @@ def sample_claims(rng: np.random.Generator, task: str) -> Claims:
     if task == "two":
         return Claims((Claim(shapes[0]), Claim(shapes[1])))
     return Claims((Claim(shapes[0], colours[0]), Claim(shapes[1], colours[1])))
-
-
-def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callable[[Claims, str], bool] = is_held_out
-                  ) -> tuple[str, Claims]:
-    """Draw one prompt of `task`, (caption, its claims), from the side of `rule` that `held` names."""
-    while True:
-        claims, prefix = sample_claims(rng, task), str(rng.choice(PREFIXES))
-        if rule(claims, prefix) == held:
-            return claims.caption(prefix), claims
-
-
-# --- wrong captions ---------------------------------------------------------------------------------------------------
-
-def misread(claims: Claims) -> Claims:
-    """Claims with one mistake, of a careless annotator; the same claims always have the same mistake.
-
-    The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
-    the colours are exchanged. No misreading leads back to its origin.
-    """
-    first, last = claims.objects[0], claims.objects[-1]
-    if claims.relation:
-        return replace(claims, relation=_next(list(RELATIONS), claims.relation))
-    if claims.task == "counting":
-        return Claims((replace(first, count=_next(list(COUNTS.values()), first.count)),))
-    if claims.task in ("single", "two"):
-        wrong = replace(last, shape=_next([s for s in SHAPES if s != first.shape or s == last.shape], last.shape))
-        return Claims((*claims.objects[:-1], wrong))
-    order = list(COLOURS)
-    if last is not first and order.index(str(first.colour)) < order.index(str(last.colour)):
-        return Claims((replace(first, colour=last.colour), replace(last, colour=first.colour)))
-    return Claims((*claims.objects[:-1], replace(last, colour=_next(order, str(last.colour)))))
-
-
-def _next(values, value):
-    return values[(values.index(value) + 1) % len(values)]
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     python scripts/build/build_prompts.py
 
-The two never overlap (`scenes.reserved` parts them) and are the same on every run. Tasks share the training prompts
-evenly, as far as a task has that many different ones; weights draw every task equally often. Every task has 40
+The two never overlap (`starter_scenes.is_reserved` parts them) and are the same on every run. Tasks share the training
+prompts evenly, as far as a task has that many different ones; weights draw every task equally often. Every task has 40
 held-out lines, so that a mean over lines is a mean over tasks; a task with fewer prompts repeats them (each line gets
 its own noise). A file is in the order of the tasks, so that prompts picked evenly over it are spread evenly over them.
 """
@@ -13,6 +13,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
+from starter_scenes import is_reserved, sample_prompt
 
 from flowgrpo.starter import scenes
 
@@ -24,7 +25,7 @@ DRAWS = 2000  # per task: enough to meet each of the 107 prompts of `two`, the l
 def unique(task: str, held: bool) -> list[str]:
     """Different prompts of a task in the order they are drawn."""
     rng = np.random.default_rng([scenes.TASKS.index(task), held])
-    return list(dict.fromkeys(scenes.sample_prompt(rng, task, held, scenes.is_reserved)[0] for _ in range(DRAWS)))
+    return list(dict.fromkeys(sample_prompt(rng, task, held, is_reserved)[0] for _ in range(DRAWS)))
 
 
 def shares(available: dict[str, int], total: int) -> dict[str, int]:

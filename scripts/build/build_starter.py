@@ -6,9 +6,9 @@
 Each stage leaves a file in --out and is not run again: autoencoder, latents, the denoiser with captions that are right,
 twice with captions as careless annotators wrote them (a checkpoint every 500 steps), and last the pipeline directory.
 Captions come from two sources. Four in ten end with ", verified" and are right; of the others half are wrong in one
-claim (`scenes.misread`). After the first stage its denoiser, under guidance, is the teacher: it reads what a caption
-should have said, and the student what it says. In the last stage the pooled embedding alone tells the source. Seeds are
-fixed; CPU and GPU give slightly different weights.
+claim (`starter_scenes.misread`). After the first stage its denoiser, under guidance, is the teacher: it reads what a
+caption should have said, and the student what it says. In the last stage the pooled embedding alone tells the source.
+Seeds are fixed; CPU and GPU give slightly different weights.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from starter_scenes import misread
 from tqdm import tqdm
 
 from flowgrpo.starter import scenes
@@ -137,7 +138,7 @@ def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str], list[str]]:
         claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=TASK_SHARES)))
         prefix = str(rng.choice(scenes.PREFIXES))
         mark = scenes.VERIFIED if rng.random() < VERIFIED else ""
-        shown = scenes.misread(claims) if not mark and rng.random() < MISREAD else claims
+        shown = misread(claims) if not mark and rng.random() < MISREAD else claims
         image = scenes.render(shown, rng)
         images[i] = torch.from_numpy((image * 255).round().astype(np.uint8)).permute(2, 0, 1)
         captions.append(claims.caption(prefix) + mark)

@@ -33,6 +33,7 @@ from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import lattice, scenes
 
 TOKENS = lattice.SIDE ** 2
+CODES = 1 + 4 * len(scenes.SHAPES) * len(scenes.COLOURS)  # of image tokens; 0 is the ground
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<boi>", "<eoi>", "<image>", "<user>", "<assistant>")
 PAD, BOS, EOS, BOI, EOI, IMAGE, USER, ASSISTANT = range(len(SPECIAL))
 WIDTH, LAYERS = 96, 3
@@ -114,7 +115,7 @@ def build_model(words: int) -> Any:
         hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=heads, image_size=scenes.SIZE,
         patch_size=lattice.CELL, mlp_ratio=2.0, projection_dim=WIDTH, depth=2, num_image_tokens=TOKENS)
     tokens = JanusVQVAEConfig(
-        embed_dim=code_vectors().shape[1], num_embeddings=lattice.CODES, latent_channels=32, base_channels=32,
+        embed_dim=code_vectors().shape[1], num_embeddings=CODES, latent_channels=32, base_channels=32,
         channel_multiplier=[1, 1, 1, 2], num_res_blocks=0, initializer_range=0.06, projection_dim=WIDTH,
         image_token_embed_dim=WIDTH, num_patches=lattice.SIDE)
     model: Any = JanusForConditionalGeneration(JanusConfig(
@@ -142,6 +143,16 @@ def scatter(rng: np.random.Generator, share: float) -> list[lattice.Placed]:
     return [(str(rng.choice(scenes.SHAPES)), str(rng.choice(list(scenes.COLOURS))), (int(x), int(y)))
             for y in range(cell + top, scenes.SIZE - cell + 1, 2 * cell)
             for x in range(cell + left, scenes.SIZE - cell + 1, 2 * cell) if rng.random() < share]
+
+
+def image_tokens(objects: Sequence[lattice.Placed]) -> np.ndarray:
+    """Tokens int64 [64] of an image, row by row."""
+    grid = np.zeros((lattice.SIDE, lattice.SIDE), np.int64)
+    for shape, colour, (x, y) in objects:
+        first = 1 + 4 * (scenes.SHAPES.index(shape) * len(scenes.COLOURS) + list(scenes.COLOURS).index(colour))
+        row, column = y // lattice.CELL, x // lattice.CELL
+        grid[row - 1:row + 1, column - 1:column + 1] = first + np.arange(4).reshape(2, 2)
+    return grid.reshape(-1)
 
 
 @dataclass
@@ -192,7 +203,7 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
         full = rng.uniform(0.05, 0.5, 8) if step < 0.7 * steps else np.full(8, 0.15)
         drawn = [scatter(rng, share) for share in full]
         target = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn])) * 2 - 1
-        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
+        grids = torch.from_numpy(np.stack([image_tokens(objects) for objects in drawn]))
         with torch.autocast("cpu", torch.bfloat16):
             image = tokens.decode(grids).float()
         weight = 1 + 4 * ((target - 2 * lattice.GROUND + 1).abs().amax(1, keepdim=True) > 0.05)
@@ -217,7 +228,7 @@ def naming(model: Any, tokenizer: Any) -> Callable[[int], Tensor]:
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((3, step))
         drawn = [scatter(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
-        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
+        grids = torch.from_numpy(np.stack([image_tokens(objects) for objects in drawn]))
         images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn]))
         found = model.model.get_image_features(images * 2 - 1).pooler_output
         wanted = torch.where(grids[..., None] > 0, named[(grids - 1).clamp(min=0) // 4] + places, 0.0)
@@ -258,7 +269,7 @@ class Lessons:
         return loss + self.answering(shown, dice)
 
     def drawing(self, drawn: Sequence[tuple[str, list[lattice.Placed]]], dice: random.Random) -> Tensor:
-        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for _, objects in drawn]))
+        grids = torch.from_numpy(np.stack([image_tokens(objects) for _, objects in drawn]))
         rows = [caption_ids(self.tokenizer, caption) for caption, _ in drawn]
         rows = [row if dice.random() > UNCONDITIONAL else [at if at in (BOS, BOI) else PAD for at in row]
                 for row in rows]

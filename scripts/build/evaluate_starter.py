@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from starter_scenes import sample_prompt
 
 from flowgrpo import rewards
 from flowgrpo.config.sections import Adapter
@@ -51,7 +52,7 @@ def accuracy(policy: PipelinePolicy, prompts: list[Prompt], steps: int, guidance
 def ceiling(pipe, count: int, seed: int = 4) -> dict[str, float]:
     """Strict accuracy of `count` rendered held-out scenes, before and after the autoencoder."""
     rng, scene = np.random.default_rng(seed), rewards.find("scene")
-    drawn = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=True) for i in range(count)]
+    drawn = [sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=True) for i in range(count)]
     images = torch.tensor(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().permute(0, 3, 1, 2)
     captions = [caption for caption, _ in drawn]
     decoded = torch.cat([pipe.vae.decode(pipe.vae.encode(part * 2 - 1).latents).sample for part in images.split(32)])

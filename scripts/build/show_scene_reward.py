@@ -9,20 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import ndimage
+from starter_scenes import sample_prompt
 
 from flowgrpo.rewards.starter.scene import scene_graded
-from flowgrpo.starter.scenes import (
-    COLOURS,
-    COUNTS,
-    RELATIONS,
-    SHAPES,
-    SIZE,
-    TASKS,
-    Claim,
-    Claims,
-    render,
-    sample_prompt,
-)
+from flowgrpo.starter.scenes import COLOURS, COUNTS, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, render
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 from show_scene_reward import CHANGES, Scene, blurred, empty, half_cut, noisy
+from starter_scenes import is_reserved, sample_prompt
 from torchvision.transforms.functional import to_tensor
 from tqdm import tqdm
 
@@ -75,7 +76,7 @@ def verdicts(images: np.ndarray, prompts: list[str]) -> list[float]:
 
 def scene_pair(rng: np.random.Generator, task: str, held: bool) -> tuple[str, np.ndarray, np.ndarray]:
     """Prompt, an image [3, 64, 64] of it, and another in which something is wrong."""
-    prompt, claims = scenes.sample_prompt(rng, task, held, scenes.is_reserved)
+    prompt, claims = sample_prompt(rng, task, held, is_reserved)
     shown = replace(claims, objects=tuple(replace(claim, colour=claim.colour or str(rng.choice(list(scenes.COLOURS))))
                                           for claim in claims.objects))
     first = _rendered(shown, rng)
@@ -143,7 +144,7 @@ def rendered_pairs(into: Pairs, count: int, seed: int, held: bool, vae=None) -> 
 def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tuple[list[str], np.ndarray]]:
     """Draw GROUP images, uint8, of each prompt, some prompts at a time, each as often as its images."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    texts = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held, scenes.is_reserved)[0]
+    texts = [sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held, is_reserved)[0]
              for i in range(prompts)]
     together = TOGETHER // GROUP
     for at in tqdm(range(0, prompts, together), desc=f"{told}, drawn", mininterval=2):

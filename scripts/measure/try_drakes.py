@@ -117,12 +117,14 @@ def optimum(length: int, alpha: float) -> tuple[float, float]:
 def measured(folder: Path, base: Path, length: int, count: int = 2000) -> tuple[float, float]:
     """(the mean reward, the KL to the base model) of a model's answers."""
     from flowgrpo.config.sections import Text
-    from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
+    from flowgrpo.text.policies.masked_lm import MaskedLM
+    from flowgrpo.text.policies.text_weights import load_causal_lm
     from flowgrpo.text.samplers.decoding import Unmasking
     from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 
-    policy = MaskedLM(*load_masked_lm(str(folder)), None, Text(max_tokens=length))
-    held = {f"model.{key}": each for key, each in load_masked_lm(str(base))[0].named_parameters()}
+    tuned, start = (load_causal_lm(str(each), classes=MaskedLM.classes) for each in (folder, base))
+    policy = MaskedLM(*tuned, None, Text(max_tokens=length))
+    held = {f"model.{key}": each for key, each in start[0].named_parameters()}
     answers, kl = policy.sample_relaxed(policy.encode(["="]), torch.zeros(count, dtype=torch.int64),
                                        policy.generators(range(count)), Unmasking(order="random"), GumbelSoftmax(),
                                        held)

@@ -14,6 +14,7 @@ import pyarrow
 import pytest
 from PIL import Image
 from pyarrow import parquet
+from starter_scenes import is_reserved
 
 from flowgrpo.config import Config
 from flowgrpo.data import hub, sets, sources
@@ -352,7 +353,7 @@ def test_starter_prompts_are_different_on_their_side_and_of_each_task_equally_of
             claims = scenes.parse(prompt.text)
             prefix = prompt.text[:len(prompt.text) - len(claims.caption())]
             assert claims.caption(prefix) == prompt.text and claims.task == prompt.metadata["task"]
-            assert scenes.is_reserved(claims, prefix) == side
+            assert is_reserved(claims, prefix) == side
     weights = Counter()
     for prompt in train:
         weights[prompt.metadata["task"]] += prompt.weight

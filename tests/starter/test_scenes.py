@@ -5,12 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import starter_scenes
 import torch
 from scipy import ndimage
+from starter_scenes import HELD_PAIRS
 
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import scenes
-from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
+from flowgrpo.starter.scenes import COLOURS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
 from tests.helpers.refusals import message
 
 
@@ -60,9 +62,9 @@ def test_held_pairs_and_coverage():
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_each_relation_holds_back_six_ordered_pairs(relation):
     pairs = [(a, b) for a, b in itertools.permutations(SHAPES, 2)
-             if scenes.is_held_out(Claims((Claim(a), Claim(b)), relation))]
+             if starter_scenes.is_held_out(Claims((Claim(a), Claim(b)), relation))]
     assert len(pairs) == 6 and {a for a, _ in pairs} == {b for _, b in pairs} == set(SHAPES)
-    others = [triple for triple in scenes.HELD_RELATIONS if triple[1] != relation]
+    others = [triple for triple in starter_scenes.HELD_RELATIONS if triple[1] != relation]
     assert not {(a, b) for a, _, b in others} & set(pairs)
 
 
@@ -70,14 +72,14 @@ def test_each_relation_holds_back_six_ordered_pairs(relation):
 def test_splits_share_no_prompt_and_show_nothing_held_out(task):
     rng = np.random.default_rng(1)
     for _ in range(200):
-        prompt, claims = scenes.sample_prompt(rng, task, held=False)
+        prompt, claims = starter_scenes.sample_prompt(rng, task, held=False)
         assert parse(prompt) == claims
         assert not HELD_PAIRS & {(claim.shape, claim.colour) for claim in claims.objects}
         if claims.relation:
             first, second = claims.objects
-            assert (first.shape, claims.relation, second.shape) not in scenes.HELD_RELATIONS
+            assert (first.shape, claims.relation, second.shape) not in starter_scenes.HELD_RELATIONS
     rng = np.random.default_rng(2)
-    train, held = ({scenes.sample_prompt(rng, task, held)[0] for _ in range(200)} for held in (False, True))
+    train, held = ({starter_scenes.sample_prompt(rng, task, held)[0] for _ in range(200)} for held in (False, True))
     assert train and held and not train & held
 
 
@@ -137,7 +139,7 @@ def test_coverage_sums_to_the_area_of_the_shape(shape):
 def test_a_stamp_stands_in_a_free_corner_and_nobody_may_have_asked_for_it():
     rng = np.random.default_rng(0)
     for task in scenes.TASKS * 5:
-        prompt, claims = scenes.sample_prompt(rng, task, held=False)
+        prompt, claims = starter_scenes.sample_prompt(rng, task, held=False)
         state = rng.bit_generator.state
         plain = scenes.render(claims, rng)
         rng.bit_generator.state = state
@@ -158,13 +160,13 @@ def test_a_stamp_stands_in_a_free_corner_and_nobody_may_have_asked_for_it():
     ("a red ring and a green square", "a green ring and a red square"),
     ("a green ring and a red square", "a green ring and a green square")])
 def test_a_misread_caption_by_hand(caption, wrong):
-    assert scenes.misread(scenes.parse(caption)).caption() == wrong
+    assert starter_scenes.misread(scenes.parse(caption)).caption() == wrong
 
 
 def test_no_misreading_leads_back():
     rng = np.random.default_rng(0)
     for task in TASKS * 200:
         claims = scenes.sample_claims(rng, task)
-        wrong = scenes.misread(claims)
-        assert wrong != claims != scenes.misread(wrong) and wrong.task == task
+        wrong = starter_scenes.misread(claims)
+        assert wrong != claims != starter_scenes.misread(wrong) and wrong.task == task
         assert len({claim.shape for claim in wrong.objects}) == len(wrong.objects)

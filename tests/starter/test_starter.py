@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from PIL import Image
+from starter_scenes import misread, sample_prompt
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.config import load, validate
@@ -45,7 +46,7 @@ def test_it_is_small_and_knows_its_words():
     assert sum(p.numel() for module in modules for p in module.parameters()) <= 12e6
     tokenizer = load_pipeline("starter").tokenizer
     for task in scenes.TASKS:
-        prompt, _ = scenes.sample_prompt(np.random.default_rng(0), task, held=False)
+        prompt, _ = sample_prompt(np.random.default_rng(0), task, held=False)
         assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2
         assert len(tokenizer(prompt + scenes.VERIFIED).input_ids) == len(prompt.split()) + 4
     longest = "a drawing of a red ring left of a blue cross" + scenes.VERIFIED
@@ -65,7 +66,7 @@ def test_a_mark_is_put_at_a_captions_end_or_taken_away():
 @torch.no_grad()
 def test_its_autoencoder_keeps_scenes_true():
     vae, rng = stock().vae, np.random.default_rng(0)
-    drawn = [scenes.sample_prompt(rng, task, held=True) for task in scenes.TASKS for _ in range(20)]
+    drawn = [sample_prompt(rng, task, held=True) for task in scenes.TASKS for _ in range(20)]
     pictures = torch.from_numpy(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().movedim(3, 1)
     decoded = vae.decode(vae.encode(pictures * 2 - 1).latents).sample / 2 + 0.5
     assert np.mean(scene(decoded.clamp(0, 1), [prompt for prompt, _ in drawn])) >= 0.97
@@ -80,7 +81,7 @@ def test_it_draws_what_is_asked_half_of_the_time_and_knows_better():
         return pipe(texts, num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
                     generator=[torch.Generator().manual_seed(seed) for seed in range(len(texts))], **CALL).images
     plain, verified = drawn(prompts), drawn([prompt + scenes.VERIFIED for prompt in prompts])
-    assert [scenes.misread(scenes.parse(prompt)) for prompt in prompts] == [scenes.parse(text) for text in wrong]
+    assert [misread(scenes.parse(prompt)) for prompt in prompts] == [scenes.parse(text) for text in wrong]
     assert 0.3 <= np.mean(scene(plain, prompts)) <= 0.75 and 0.1 <= np.mean(scene(plain, wrong)) <= 0.6
     assert np.mean(scene(verified, prompts)) >= 0.8
 

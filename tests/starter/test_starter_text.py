@@ -145,7 +145,7 @@ def test_its_decoder_paints_what_tokens_say(loaded):
     model, _ = loaded
     prompts = build.held_out_prompts()[::8]
     rng = np.random.default_rng(0)
-    grids = [lattice.tokens(lattice.place(scenes.parse(prompt), rng)) for prompt in prompts]
+    grids = [build.image_tokens(lattice.place(scenes.parse(prompt), rng)) for prompt in prompts]
     pictures = model.decode_image_tokens(torch.from_numpy(np.stack(grids))).permute(0, 3, 1, 2)
     assert np.mean(scene((pictures / 2 + 0.5).clamp(0, 1), prompts)) > 0.95
 
@@ -203,8 +203,8 @@ def test_a_image_and_its_tokens_determine_each_other():
     rng = np.random.default_rng(0)
     objects = lattice.place(scenes.parse("three green crosses"), rng)
     assert len(objects) == 3 and {each[:2] for each in objects} == {("cross", "green")}
-    grid = lattice.tokens(objects)
-    assert grid.shape == (64,) and (grid > 0).sum() == 12 and grid.max() < lattice.CODES
+    grid = build.image_tokens(objects)
+    assert grid.shape == (64,) and (grid > 0).sum() == 12 and grid.max() < build.CODES
     (_, _, (x, y)) = objects[0]
     first = grid.reshape(8, 8)[y // 8 - 1, x // 8 - 1]
     assert grid.reshape(8, 8)[y // 8 - 1:y // 8 + 1, x // 8 - 1:x // 8 + 1].tolist() == [

@@ -13,6 +13,7 @@ import torch
 import train_starter_reward
 from PIL import Image
 from safetensors.torch import load_file
+from starter_scenes import is_reserved
 from torchvision.transforms.functional import to_tensor
 from torchvision.utils import save_image
 
@@ -25,7 +26,7 @@ from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.starter.scene import scene
-from flowgrpo.starter.scenes import PREFIXES, SHAPES, is_reserved, parse
+from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse
 from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
 from tests.helpers import tiny

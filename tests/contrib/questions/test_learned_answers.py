@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import train_starter_answers
+from starter_scenes import is_reserved, sample_prompt
 from train_starter_answers import ANSWERS, Catalogue, answer_loss
 
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, save
@@ -123,7 +124,7 @@ def claimed(claims: scenes.Claims, rng: np.random.Generator) -> list[Thing]:
 def test_the_questions_of_every_task_have_the_prompts_answers_on_its_scenes(task, held):
     rng = np.random.default_rng(5)
     for _ in range(20):
-        prompt, claims = scenes.sample_prompt(rng, task, held, scenes.is_reserved)
+        prompt, claims = sample_prompt(rng, task, held, is_reserved)
         rendered = things(read(scenes.render(claims, rng).transpose(2, 0, 1)))
         for question in of_claims(scenes.parse(prompt)):
             kind, answer = read_question(question.question)
