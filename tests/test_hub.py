@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flowgrpo import hub
 from flowgrpo.cli import main
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.text.policies.masked_lm import load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from tests.helpers.refusals import error_line, message
 from tests.helpers.servers import running
+from tests.helpers.tiny_masked import load_masked_lm
 
 
 @pytest.fixture

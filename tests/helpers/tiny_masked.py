@@ -1,11 +1,16 @@
 """A tiny random masked language model, built in code: a real BERT with a few thousand weights."""
 
+from functools import partial
+
 import torch
 
 from flowgrpo.starter.arithmetic import build_tokenizer
 from flowgrpo.text.policies.masked_lm import MaskedLM
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Unmasking
 from tests.helpers import tiny_text as tiny
+
+load_masked_lm = partial(load_causal_lm, classes=MaskedLM.classes)
 
 
 def model(seed: int = 0):

@@ -60,14 +60,13 @@ def load(config: Config) -> tuple[Any, Any]:
     provenance.require_place(config.model)
     sources.require(config.model, config.load)
     hub.require(config.model)
-    source = config.model, config.precision, config.trust_remote_code
     kind_of_model = build.kind(config)
     classes = MaskedLM.classes if kind_of_model == MASKED_LM else CausalLM.classes
     folder = Path(FOLDERS.get(config.model, config.model))
     if kind_of_model in (VISION_LM, IMAGE_TOKENS) or kind_of_model != MASKED_LM and \
             not folder.is_dir() and reads_images(build.on_hub(config.model, config.load.revision)):
         classes = VisionLM.classes
-    return load_causal_lm(*source, classes, files=config.load)
+    return load_causal_lm(config.model, config.precision, config.trust_remote_code, classes, files=config.load)
 
 
 def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,

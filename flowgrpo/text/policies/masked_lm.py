@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import TARGETS, CausalLM
-from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
@@ -220,6 +219,3 @@ class MaskedLM(CausalLM):
     def _by_length(tokenized: TokenizedPrompts, prompts: Tensor) -> list[Tensor]:
         lengths = torch.tensor([len(tokenized.ids[i]) for i in prompts.tolist()])
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
-
-
-load_masked_lm = partial(load_causal_lm, classes=MaskedLM.classes)

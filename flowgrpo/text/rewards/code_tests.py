@@ -196,9 +196,7 @@ class JsonSchema:
     def __post_init__(self) -> None:
         import_optional("jsonschema", "text", "reward 'json_schema'")
         try:
-            schema = self.schema
-            if isinstance(schema, str):
-                schema = json.loads(Path(schema).read_text(encoding="utf-8"))
+            schema = json.loads(Path(self.schema).read_text("utf-8")) if isinstance(self.schema, str) else self.schema
             object.__setattr__(self, "checked", None if self.schema is None else validator(schema))
         except (OSError, ValueError) as error:
             shown = one_line(repr(self.schema)[:120])

@@ -83,7 +83,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         else:
             answer = answer_of(prompt)
             answers = [] if answer is None else [answer] * decoding.expert
-        return [decoding.format_answer(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
+        form = decoding.form if isinstance(decoding, WithAnswers) else "{answer}"
+        return [form.replace("{answer}", answer) for answer in answers]
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:

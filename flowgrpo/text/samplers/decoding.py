@@ -87,9 +87,6 @@ class WithAnswers(Decoding):
         if "{answer}" not in self.form:
             raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
 
-    def format_answer(self, answer: str) -> str:
-        return self.form.replace("{answer}", answer)
-
 
 @part("decoding")
 class Unmasking(Decoding):
