@@ -7,7 +7,6 @@ import torch
 
 from flowgrpo.cli import main
 from flowgrpo.config import Config, load
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, presets, validate
 from flowgrpo.policies.options import fitting
 from flowgrpo.run import run
@@ -16,71 +15,42 @@ from flowgrpo.training import loading, sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
+from tests.helpers.refusals import refused
+from tests.helpers.tiny_text import many
+from tests.helpers.updates import assert_one_gradient, credited, moved_gradient
 
 PRESETS = presets.presets_for("tokens")
 
 
-def credited(trainer):
-    """The parts of an epoch with their advantages, and the prompts' tokens."""
-    batch = trainer.prompts[:2]
-    parts, asked, scores = sampling.sample(trainer, batch)
-    return [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None], asked
-
-
-def gradient(trainer, parts, asked) -> torch.Tensor:
-    trainer.optimization.optimizer.zero_grad()
-    trainer.kl_reference.start_epoch(loop.epoch(trainer, own=trainer.prompts[:2]), trainer.rollouts, 0, 1)
-    count = decisions(parts, trainer.method.loss.reduction)
-    for part in parts:
-        loop.backward(trainer, part, asked, {0: 1.0}, count, UpdateStats())
-    return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
-
-
-def many(completions, prompts):
-    """Of several values, so that groups differ."""
-    return [len(text) + text.count("7") / 2 for text in completions]
-
-
 def test_there_are_presets_for_texts_and_they_are_not_for_images():
     assert {"grpo", "dr_grpo", "gspo", "dpo"} < set(PRESETS) and not {"mix_grpo", "flow_grpo"} & set(PRESETS)
-    with pytest.raises(UserError, match="got a method of denoisers .*flowgrpo list methods"):
-        validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
-    with pytest.raises(UserError, match="got a method of language models .*flowgrpo list methods"):
-        validate.resolve(tiny.config(method="gspo"), "flow")
-    for config, process in ((tiny_text.config(method="mix_grpo", parts={"shaping": None}), "tokens"),
-                            (tiny.config(method="dpo", parts={"kernel": {"type": "CPS"}}), "flow")):
-        with pytest.raises(UserError, match="got a method of .*, which this model is not"):  # not what a part lacks
-            validate.resolve(config, process)
+    for made, process, told in (
+            (tiny_text.config(method="mix_grpo"), "tokens", "denoisers .*flowgrpo list methods"),
+            (tiny.config(method="gspo"), "flow", "language models .*flowgrpo list methods"),
+            # and not what a part lacks
+            (tiny_text.config(method="mix_grpo", parts={"shaping": None}), "tokens", ".*, which this model is not"),
+            (tiny.config(method="dpo", parts={"kernel": {"type": "CPS"}}), "flow", ".*, which this model is not")):
+        refused(f"got a method of {told}", validate.resolve, made, process)
 
 
 PARTS = tiny_text.PARTS | {"chord": {"data": {"source": {"type": "PassRate"}}}}  # no prompt brings an answer
 
 
-def test_every_presets_gradient_differs_from_its_parents():
+def made(method, **options):
+    return tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, parts=PARTS.get(method, {}), **options)
+
+
+def test_a_presets_gradient_differs_from_its_parents():
     parents = {"dr_grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "dapo", "rloo": "dr_grpo",
                "reinforce_pp": "grpo", "remax": "rloo", "ppo": "grpo"}
-    found = {}
-    for method in PRESETS:
-        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, parts=PARTS.get(method, {}))
-        parts, asked = credited(trainer)
-        tiny_text.stir(trainer.policy, 0.05)  # away from ratios of 1, where some agree
-        found[method] = gradient(trainer, parts, asked)
+    found = {method: moved_gradient(made(method)) for method in {*parents, *parents.values()}}
     for method, parent in parents.items():
         assert (found[method] - found[parent]).norm() > 1e-3 * found[parent].norm(), method
 
 
 @pytest.mark.parametrize("method", PRESETS)
 def test_micro_batches_change_no_gradient(method):
-    found = []
-    for size in (1, 3, 8):
-        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, train__micro_batch=size,
-                                    parts=PARTS.get(method, {}))
-        parts, asked = credited(trainer)
-        tiny_text.stir(trainer.policy, 0.05)
-        found.append(gradient(trainer, parts, asked))
-    assert found[0].norm() > 0
-    for other in found[1:]:
-        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+    assert_one_gradient([moved_gradient(made(method, train__micro_batch=size)) for size in (1, 3, 8)])
 
 
 def test_grpos_loss_is_the_papers():
@@ -150,8 +120,7 @@ def test_token_counts_and_sampling_temperatures():
     ({"method": "remax", "parts": {"decoding": {"greedy": 4}}}, "4 greedy samples leave none"),
     ({"parts": {"decoding": {"temperature": 0}}}, "temperature is 0")])
 def test_what_does_not_go_with_tokens_is_told_in_a_line(option, told):
-    with pytest.raises(UserError, match=told):
-        validate.resolve(tiny_text.config(**option), "tokens")
+    refused(told, validate.resolve, tiny_text.config(**option), "tokens")
 
 
 def arguments(folder, **options):
@@ -215,8 +184,7 @@ def test_a_language_model_without_a_method_or_a_template_trains(tmp_path, capsys
         "train: {epochs: 1, prompts: 2, group: 2, micro_batch: 4}\neval: {prompts: 1}\n")
     model, tokenizer = tiny_text.model()
     tokenizer.chat_template = None
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_text.save(tmp_path / "model", (model, tokenizer))
     capsys.readouterr()
     assert main(["train", "--trust", str(tmp_path / "own.yaml"), f"--model={tmp_path / 'model'}"]) == 3
     out, err = capsys.readouterr()

@@ -13,12 +13,11 @@ from PIL import Image
 import flowgrpo
 from flowgrpo.config import load
 from flowgrpo.config.parse import validate
-from flowgrpo.errors import UserError
 from flowgrpo.methods import PRESETS
 from flowgrpo.methods.overlay import preset, with_parts
 from flowgrpo.trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, FlowGRPOConfig, FlowGRPOTrainer
 from tests.helpers import tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 SMALL = {"eval": {"prompts": 2, "steps": 2, "guidance": 1.0}, "held_out": 0.3, "device": "cpu", "precision": "fp32",
          "adapter": {"rank": 2}}
@@ -108,8 +107,8 @@ def test_ddpo_settings_and_refused_ones():
     assert validate(keys).tracker == "wandb"
     assert DDPOConfig(train_max_grad_norm=0.0).keys(None)["train"]["clip_grad"] == float("inf")
     assert "train_batch_size: got 0, expected an integer of 1 or more" in message(DDPOConfig, train_batch_size=0)
-    with pytest.raises(UserError, match="pretrained_model_name: './nope' does not load .* expected a folder of a"):
-        DefaultDDPOStableDiffusionPipeline("./nope")
+    refused("pretrained_model_name: './nope' does not load .* expected a folder of a",
+            DefaultDDPOStableDiffusionPipeline, "./nope")
 
 
 @pytest.mark.parametrize("settings, told", [
@@ -117,8 +116,7 @@ def test_ddpo_settings_and_refused_ones():
     ({"train_cfg": False, "num_epochs": 0, "push_to_hub": True},
      "num_epochs: got 0, .*; train_cfg is False, which is not supported: .*; push_to_hub: got True, which is not")])
 def test_what_ddpo_cannot_do_here_is_told(settings, told):
-    with pytest.raises(UserError, match=told):
-        DDPOConfig(**settings)
+    refused(told, DDPOConfig, **settings)
 
 
 # --- FlowGRPOTrainer ---

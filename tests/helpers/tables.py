@@ -9,9 +9,10 @@ def f64(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
+def close(actual: torch.Tensor, expected: list | torch.Tensor, atol: float = 1e-10) -> None:
     """AssertionError where a value is off by more than `atol`, or the shape or dtype is another."""
-    torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol, equal_nan=True)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
 
 def rounding(values: torch.Tensor, depth: int) -> float:

@@ -11,9 +11,12 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.starter.arithmetic import build_tokenizer
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
+from flowgrpo.types import Scored
 
 PROMPTS = ["1+2=", "33+4=", "5;66=", "7+8=", "90;1=", "2+2="]
+ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
 
 PAIRS = str(Path(__file__).with_name("pairs_of_sums.jsonl"))
 # What a preset needs beside its defaults: texts that the tokenizer knows and that leave room for an answer.
@@ -45,6 +48,22 @@ def short(completions, prompts):
     return [float(len(text) < 3) for text in completions]
 
 
+def many(completions, prompts):
+    """Of several values, so that groups differ."""
+    return [len(text) + text.count("7") / 2 for text in completions]
+
+
+def sampled(own: CausalLM, prompts=ASKED, seeds=(1, 2, 3, 4), decoding=None, greedy: int = 0, images=()):
+    """(the prompts' tokens, what is drawn of each from its seed); greedy: number of rows of most likely tokens."""
+    asked, first = own.encode(list(prompts), images=images), torch.arange(len(prompts)) < greedy
+    return asked, own.sample(asked, decoding or own.plain, own.generators(seeds[:len(prompts)]), first)
+
+
+def replayed(own: CausalLM, asked, found, decoding=Decoding(), prompts=None, **more: Any) -> Scored:
+    prompts = torch.arange(len(found.ids)) if prompts is None else prompts
+    return own.log_probs(asked, prompts, found.ids, found.mask, decoding, **more)
+
+
 def config(output: Path | str = "nowhere", **options: Any) -> Config:
     """A run of a second: 2 prompts x 4 samples of 6 tokens. An option train__lr is the configuration's train.lr."""
     small = dict(output=str(output), name="run", device="cpu", precision="fp32", tracker="none", reward="short",
@@ -53,11 +72,17 @@ def config(output: Path | str = "nowhere", **options: Any) -> Config:
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 
 
+def save(folder: Path, loaded) -> Path:
+    """Save a model and what comes with it; the folder."""
+    for part in loaded:
+        part.save_pretrained(folder)
+    return folder
+
+
 def files_of_a_run(folder: Path, loaded, prompts: str | None = None, **options: Any) -> Config:
     """The configuration of a run that reads all from a folder: the model and what comes with it, prompts, one a line,
     or those of a file, and a reward for short texts."""
-    for part in loaded:
-        part.save_pretrained(folder / "lm")
+    save(folder / "lm", loaded)
     if prompts is None:
         (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     (folder / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")

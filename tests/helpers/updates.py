@@ -10,7 +10,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
-from tests.helpers import loop
+from tests.helpers import loop, tiny_text
 
 
 def credited(trainer: Trainer) -> tuple[list[Part], Any]:
@@ -22,10 +22,24 @@ def credited(trainer: Trainer) -> tuple[list[Part], Any]:
 
 
 def gradient(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> torch.Tensor:
-    """The gradient of these parts of texts, one flat tensor."""
+    """The gradient of these parts of texts of the same two prompts, one flat tensor."""
     trainer.optimization.optimizer.zero_grad()
-    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer, own=trainer.prompts[:2]), trainer.rollouts, 0, 1)
     count = decisions(parts, trainer.method.loss.reduction)
     for part in parts:
         loop.backward(trainer, part, conditioning, {0: 1.0}, count, UpdateStats())
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
+
+
+def moved_gradient(trainer: Trainer) -> torch.Tensor:
+    """The gradient of an epoch's parts away from ratios of 1, where some methods agree."""
+    parts, conditioning = credited(trainer)
+    tiny_text.stir(trainer.policy, 0.05)
+    return gradient(trainer, parts, conditioning)
+
+
+def assert_one_gradient(found: Sequence[torch.Tensor]) -> None:
+    """Require that gradients are the same up to rounding, and not 0."""
+    assert found[0].norm() > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()

@@ -248,13 +248,9 @@ def test_of_a_causal_model_states_are_those_before_each_token():
             with torch.no_grad():
                 expected.append(own.policy.model.base_model(input_ids=read[None]).last_hidden_state[0, -1])
         torch.testing.assert_close(hidden, torch.stack(expected), rtol=1e-3, atol=1e-4)
-        deltas, advantage = torch.zeros(taken.ids.shape), torch.zeros(taken.ids.shape)
         held, mask = torch.zeros(taken.ids.shape).masked_scatter(taken.old.mask, values), taken.old.mask
-        for row, length in enumerate(mask.sum(1).tolist()):
-            for place in reversed(range(length)):
-                last = place == length - 1
-                deltas[row, place] = (part.advantages[0][row] if last else held[row, place + 1]) - held[row, place]
-                advantage[row, place] = deltas[row, place] + (0 if last else 0.95 * advantage[row, place + 1])
+        steps = torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)  # one for each place
+        advantage, _ = over_traces(part.advantages[0], held, steps, mask, 1.0, 0.95)
         torch.testing.assert_close(after.advantages[0], advantage, rtol=1e-5, atol=1e-5)
     own.run_epoch()
     assert own.first_ratio.max_log_ratio <= 1e-5 and loop.critic(own).head.weight.grad.abs().max() > 0

@@ -5,11 +5,9 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from flowgrpo.cli import main
 from flowgrpo.data.suites import load_suite
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.draw import text_distance
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.plan import Place, TextLedger
@@ -21,18 +19,12 @@ from flowgrpo.types import Completion
 from tests.evaluation.test_evaluate import launch
 from tests.helpers import tiny_masked, tiny_vision
 from tests.helpers import tiny_text as tiny
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 
 QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5;66=", "<<5;66=-61>>so\n#### 1,0", "rest")]
 SHORT = "def short(texts, prompts):\n    return [float(len(text) < 4) for text in texts]\n"
 LONG = "def long(texts, prompts, metadata):\n    return [float(m['completion_tokens']) for m in metadata]\n"
 SAMPLES = 4
-
-
-def save(folder, loaded):
-    for each in loaded:
-        each.save_pretrained(folder)
-    return folder
 
 
 def finished(folder, own, **options):
@@ -51,7 +43,7 @@ def world(tmp_path_factory):
     (folder / "long.py").write_text(LONG)
     (folder / "suite.jsonl").write_text("".join(
         json.dumps({"question": text, "answer": answer, "subject": kind}) + "\n" for text, answer, kind in QUESTIONS))
-    lm = save(folder / "lm", tiny.model())
+    lm = tiny.save(folder / "lm", tiny.model())
     finished(folder / "run", tiny.policy(), model=str(lm), reward=f"{folder}/short.py:short")
     return folder
 
@@ -150,7 +142,7 @@ def test_an_evaluation_sees_what_the_chat_template_ends_with(world, tmp_path):
     """Also where texts are read from its folder, for a further reward."""
     model, tokenizer = tiny.model()
     tokenizer.chat_template += "<think>"
-    lm = save(tmp_path / "lm", (model, tokenizer))
+    lm = tiny.save(tmp_path / "lm", (model, tokenizer))
     (tmp_path / "tag.py").write_text("def tag(texts, prompts):\n"
                                      "    return [float(text.opened == '<think>') for text in texts]\n"
                                      "def again(texts, prompts):\n    return tag(texts, prompts)\n")
@@ -162,13 +154,13 @@ def test_an_evaluation_sees_what_the_chat_template_ends_with(world, tmp_path):
 
 
 def test_masked_models_and_models_that_read_images(tmp_path):
-    masked = save(tmp_path / "masked", tiny_masked.model())
+    masked = tiny.save(tmp_path / "masked", tiny_masked.model())
     (tmp_path / "suite.txt").write_text("1+2=\n7+8=\n")
     (tmp_path / "long.py").write_text(LONG)
     name = [f"{tmp_path}/long.py:long"]
     told = evaluate(str(masked), str(tmp_path / "suite.txt"), name, tmp_path / "one", max_tokens=4)
     assert 1 <= told["arms"]["base"][name[0]]["all prompts"]["mean"] <= 4
-    eyes = save(tmp_path / "eyes", tiny_vision.llava())
+    eyes = tiny.save(tmp_path / "eyes", tiny_vision.llava())
     files = tiny_vision.files(tmp_path)
     (tmp_path / "suite.jsonl").write_text("".join(json.dumps({"prompt": "1+2=", "image": file}) + "\n"
                                                   for file in files))
@@ -180,7 +172,7 @@ def test_masked_models_and_models_that_read_images(tmp_path):
 
 
 def test_a_image_is_shown_on_the_command_line(tmp_path, capsys):
-    eyes = save(tmp_path / "eyes", tiny_vision.llava())
+    eyes = tiny.save(tmp_path / "eyes", tiny_vision.llava())
     [red, green, _] = tiny_vision.files(tmp_path)
     own = texts.load(tiny.config(model=str(eyes), text__max_tokens=256), None)
     expected = [own.generate(own.encode(["1+2="], images=[image]), own.generators([0]))[0] for image in (red, green)]
@@ -205,9 +197,8 @@ def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, to
 
 
 def test_other_temperatures_and_distances_of_texts(world, found):
-    with pytest.raises(UserError, match="holds an evaluation with another call"):
-        evaluate(str(world / "run"), str(world / "suite.jsonl"), found[1], found[2], base=True, samples=SAMPLES,
-                 temperature=0.5)
+    refused("holds an evaluation with another call", evaluate, str(world / "run"), str(world / "suite.jsonl"), found[1],
+            found[2], base=True, samples=SAMPLES, temperature=0.5)
     # Pairs of neighbours, ends included: "a b" has {^a, ab, b$}, "a c" {^a, ac, c$}: one of five in common.
     assert text_distance(["a b", "a c"]) == pytest.approx(4 / 5)
     assert text_distance(["71", "71"]) == 0 and text_distance(["71", "72", "71"]) == pytest.approx(2 / 3)
@@ -237,4 +228,4 @@ def test_suites_of_questions(tmp_path, ending):
 def test_the_text_starters_suite_is_its_held_out_file():
     suite = load_suite("starter_text")
     assert len(suite.cases) > 100 and suite.form == "flowgrpo" and "5 numbers" in suite.categories
-    assert torch.tensor([bool(prompt.metadata["answer"]) for prompt in suite.prompts]).all()
+    assert all(prompt.metadata["answer"] for prompt in suite.prompts)

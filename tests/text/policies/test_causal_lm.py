@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from flowgrpo.config import Config
 from flowgrpo.config.sections import Text
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.kl import at_epoch, k2
@@ -18,25 +16,13 @@ from flowgrpo.text.policies.causal_lm import RECOMPUTED, CausalLM, relative_erro
 from flowgrpo.text.rewards.answer_keys import strip_thoughts
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
-from flowgrpo.types import RunState, Scored
+from flowgrpo.types import RunState
 from tests.helpers import loop, tiny_masked, tiny_vision
 from tests.helpers import tiny as tiny_images
 from tests.helpers import tiny_text as tiny
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 from tests.helpers.tables import close
-
-ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
-
-
-def sampled(own: CausalLM, prompts=ASKED, seeds=(1, 2, 3, 4), decoding=Decoding(), greedy=0):
-    asked = own.encode(list(prompts))
-    first = torch.arange(len(prompts)) < greedy
-    return asked, own.sample(asked, decoding, own.generators(seeds), first)
-
-
-def replayed(own: CausalLM, asked, found, decoding=Decoding(), prompts=None) -> Scored:
-    prompts = torch.arange(len(found.ids)) if prompts is None else prompts
-    return own.log_probs(asked, prompts, found.ids, found.mask, decoding)
+from tests.helpers.tiny_text import ASKED, replayed, sampled
 
 
 def by_hand(own: CausalLM, asked, found, decoding=Decoding()) -> torch.Tensor:
@@ -61,13 +47,7 @@ def test_a_replay_gives_the_log_probabilities_of_the_rollout_which_are_the_model
     assert torch.equal(again.mask, found.mask) and not again.logp[~found.mask].any()
 
 
-def test_draws_follow_the_model_and_no_batch():
-    own = tiny.policy()
-    _, together = sampled(own)
-    for row, prompt in enumerate(ASKED):
-        _, alone = sampled(own, [prompt], [row + 1])
-        assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
-        torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
+def test_draws_follow_the_model():
     own, count = tiny.policy(max_tokens=1), 4000
     asked, found = sampled(own, ["1+2="] * count, range(count))
     expected = own.model(input_ids=asked.ids[0][None]).logits[0, -1].softmax(-1).detach()
@@ -121,24 +101,6 @@ def test_either_end_of_a_turn_ends_a_completion(tokenizers, configs, template, k
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------
-def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient():
-    gradients, counts = [], []
-    for shared in (True, False):
-        own = tiny.stir(tiny.policy(shared_prefix=shared))
-        asked, found = sampled(own, [ASKED[0]] * 3 + [ASKED[2]] * 3, range(6))
-        asked, prompts = own.encode([ASKED[0], ASKED[2]]), torch.tensor([0, 0, 0, 1, 1, 1])
-        replayed(own, asked, found, prompts=prompts)  # the trials
-        before = own.evaluations
-        weights = torch.arange(1.0, 7.0)[:, None]  # of the rows, so that none could stand for another
-        (replayed(own, asked, found, prompts=prompts).logp * weights).sum().backward()
-        counts.append(own.evaluations - before)
-        gradients.append([parameter.grad for parameter in own.weights.parameters()])
-    for shared, whole in zip(*gradients):
-        assert (shared - whole).norm() <= 1e-5 * whole.norm()
-    length = int(found.mask.sum(1).max())
-    assert counts == [2 * 6 + 6 * (length - 1), 6 * (6 + length - 1)]  # "5;66=" has 6 tokens with its start
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_rows_of_one_prompt_read_it_once_when_they_are_sampled(checkpointing):
     """2 prompts of 6 and 5 tokens are read but for the last one of 6; then 6 rows make steps of one token."""
@@ -277,8 +239,7 @@ def test_the_reference_is_the_base_and_prompts_have_their_template():
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
-    for part in tiny.model():
-        part.save_pretrained(tmp_path / "lm")
+    tiny.save(tmp_path / "lm", tiny.model())
     (tmp_path / "pipe").mkdir()
     (tmp_path / "pipe" / "model_index.json").write_text("{}")
     (tmp_path / "neither").mkdir()
@@ -325,16 +286,6 @@ def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
     assert len(names) > 1 and len(saved) == 1
 
 
-def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
-    from flowgrpo.text.policies import engines as texts
-    own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
-    own.weights.save(tmp_path)
-    again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
-    asked, found = sampled(own)
-    assert [ids.tolist() for ids in again.encode(ASKED).ids] == [ids.tolist() for ids in asked.ids]
-    torch.testing.assert_close(replayed(again, asked, found).logp, found.logp, rtol=0, atol=1e-5)
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
@@ -367,9 +318,7 @@ def teacher(folder, extra=()) -> str:
             if "proj" in name:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     tokenizer.add_tokens(list(extra))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(tiny.save(folder, (model, tokenizer)))
 
 
 def trainer(folder, rewards=None, **options):
@@ -415,8 +364,8 @@ def test_the_policy_moves_to_a_teacher_with_its_tokenizer(tmp_path):
 
 def test_teachers_have_decisions_and_the_kls_gradient():
     teacher = {"reference": {"type": "Teacher", "model": "x"}}
-    with pytest.raises(UserError, match="got Teacher, which reads a joint density or .*completions or"):
-        resolve(tiny_images.config(method="expo", parts=teacher))
+    refused("got Teacher, which reads a joint density or .*completions or", resolve,
+            tiny_images.config(method="expo", parts=teacher))
     assert resolve(tiny_images.config(method="flow_grpo", parts=teacher)).loss.reference == Teacher("x")
     # Over all tokens of a distribution, each counted by its probability.
     logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)

@@ -22,6 +22,7 @@ from flowgrpo.types import Segmented
 from tests.helpers import tiny_masked, updates
 from tests.helpers import tiny_text as tiny
 from tests.helpers.refusals import message
+from tests.helpers.tiny_text import many
 
 F64 = torch.float64
 # Probabilities of two completions: of the trainer, of the engine; the last token of the second one was never drawn.
@@ -66,11 +67,6 @@ def trainer(**options):
     """Engine in bf16, trainer in fp32, away from the base."""
     own = tiny.stir(tiny.policy(), 0.3)
     return tiny.trainer(own, {"short": many}, text__engine_precision="bf16", **options)
-
-
-def many(completions, prompts):
-    """Of several values, so that groups differ."""
-    return [len(text) + text.count("7") / 2 for text in completions]
 
 
 def parts(made):

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Text
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies import build, options
 from flowgrpo.run import run
@@ -25,21 +24,12 @@ from flowgrpo.training.checks import check
 from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny_runs, tiny_text
 from tests.helpers import tiny_vision as tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_text import ASKED as PROMPTS
+from tests.helpers.tiny_text import replayed, sampled
 
-PROMPTS = ["1+2=", "90;1=", "5;66=", "1+2="]
 LOOK = tiny.SPECIAL.index("<look>")
 GUIDANCE = pytest.mark.parametrize("guidance", [1.0, 3.0])
-
-
-def sampled(own: ImageLM, prompts=PROMPTS, seeds=(1, 2, 3, 4), decoding=Decoding(), greedy=False):
-    asked = own.encode(list(prompts))
-    return asked, own.sample(asked, decoding, own.generators(seeds[:len(prompts)]), torch.full((len(prompts),), greedy))
-
-
-def replayed(own: ImageLM, asked, found, decoding=Decoding(), prompts=None, **more):
-    prompts = torch.arange(len(found.ids)) if prompts is None else prompts
-    return own.log_probs(asked, prompts, found.ids, found.mask, decoding, **more)
 
 
 def by_hand(own: ImageLM, prompt: str, codes: torch.Tensor, guidance: float, both: bool = True) -> torch.Tensor:
@@ -134,14 +124,14 @@ def test_tokens_drawn_with_guidance_can_count_without():
 @torch.no_grad()
 def test_tokens_are_those_of_the_stock_models_generation():
     own = tiny_text.stir(tiny.drawing(3.0))
-    asked, found = sampled(own, greedy=True)
+    asked, found = sampled(own, greedy=4)
     ids = padded(asked)
     stock = own.model.generate(input_ids=ids, attention_mask=(ids != 0).long(), generation_mode="image",
                                do_sample=False, guidance_scale=3.0)
     assert torch.equal(found.ids - own.first, stock)
     # Stock code has no way without guidance: the largest logit, token by token.
     own = tiny_text.stir(tiny.drawing(1.0))
-    _, found = sampled(own, greedy=True)
+    _, found = sampled(own, greedy=4)
     codes = found.ids - own.first
     for prompt, row in zip(PROMPTS, codes):
         assert torch.equal(by_hand(own, prompt, row, 1.0).argmax(-1), row)
@@ -212,7 +202,7 @@ def test_saved_weights_draw_the_same_in_stock_transformers(rank, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, AutoProcessor
     own = tiny_text.stir(tiny.drawing(rank=rank))
-    asked, found = sampled(own, greedy=True)
+    asked, found = sampled(own, greedy=4)
     own.weights.save(tmp_path)
     if rank:
         stock = PeftModel.from_pretrained(tiny.janus()[0], tmp_path)
@@ -241,33 +231,31 @@ def test_the_same_weights_answer_about_images(tmp_path):
 # --- what is refused -------------------------------------------------------------------------------------------------
 def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
     own = tiny.drawing()
-    with pytest.raises(UserError, match="JanusForConditionalGeneration generates images from a text only, but a "):
-        own.encode(["1+2="], images=[Image.new("RGB", (8, 8))])
+    refused("JanusForConditionalGeneration generates images from a text only, but a ", own.encode, ["1+2="],
+            images=[Image.new("RGB", (8, 8))])
     assert "its image 4, but the model's context is 128 tokens: shorten the prompt" in message(
         own.require_context, ["1" * 140])
     for name, scale in (("train.guidance", {"guidance": 0.5}), ("eval.guidance", {"shown": 0.0})):
-        with pytest.raises(UserError, match=f"{name} is .*, but image tokens are generated with 1, which is none"):
-            tiny.drawing(**scale)
+        refused(f"{name} is .*, but image tokens are generated with 1, which is none", tiny.drawing, **scale)
     for key in ("bos_token_id", "pad_token_id", "generation_kwargs"):
         model, processor = tiny.janus()
         setattr(model.generation_config, key, None)
-        with pytest.raises(UserError, match=f"generation_config.json has no {key}.*, which JanusForConditionalGen"):
-            tiny.drawing(loaded=(model, processor))
+        refused(f"generation_config.json has no {key}.*, which JanusForConditionalGen", tiny.drawing,
+                loaded=(model, processor))
     model, processor = tiny.janus()
     model.config.vision_config.num_image_tokens = 9
-    with pytest.raises(UserError, match="generates 9 image tokens .*, but its autoencoder decodes 2 x 2"):
-        tiny.drawing(loaded=(model, processor))
+    refused("generates 9 image tokens .*, but its autoencoder decodes 2 x 2", tiny.drawing, loaded=(model, processor))
     model, processor = tiny.janus()
     model.config.vision_config.image_size = 12
     model.save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match=r"position_embedding.weight is \[4, 16\] in its weights, but \[9, 16\] by its"):
-        load_causal_lm(str(tmp_path / "other"), classes=("AutoModelForImageTextToText", "AutoProcessor"))
+    refused(r"position_embedding.weight is \[4, 16\] in its weights, but \[9, 16\] by its", load_causal_lm,
+            str(tmp_path / "other"), classes=("AutoModelForImageTextToText", "AutoProcessor"))
     config = Config(method="grpo", model="tiny", text={"generates": "image"})
     for loaded, name in ((tiny.llava(), "LlavaForConditionalGeneration"), (tiny_text.model(), "Qwen3ForCausalLM")):
         assert f"text.generates is 'image', but {name} has no image head" in message(build.kind, config, loaded)
     (tmp_path / "config.json").write_text('{"model_type": "emu3", "architectures": ["Emu3ForConditionalGeneration"]}')
-    with pytest.raises(UserError, match="but Emu3ForConditionalGeneration draws images with tokens of its texts"):
-        build.kind(config.model_copy(update={"model": str(tmp_path)}))
+    refused("but Emu3ForConditionalGeneration draws images with tokens of its texts", build.kind,
+            config.model_copy(update={"model": str(tmp_path)}))
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -279,10 +267,7 @@ def red(images, prompts):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder of the tiny Janus, which `flowgrpo train` loads."""
-    folder = tmp_path_factory.mktemp("janus")
-    for part in tiny.janus():
-        part.save_pretrained(folder)
-    return folder
+    return tiny_text.save(tmp_path_factory.mktemp("janus"), tiny.janus())
 
 
 def settings(model, output, method="grpo", **options):
@@ -336,19 +321,19 @@ def test_methods_that_need_lengths_or_texts_are_refused(method, told):
 
 
 def test_keys_and_parts_of_another_kind_are_refused():
-    with pytest.raises(UserError, match="^text.max_tokens is set, which is about texts: leave it out for a model that"):
-        check(settings("tiny", "nowhere", text__max_tokens=6), pipe=tiny.janus())
-    with pytest.raises(UserError, match="^image.height is set, which is about denoisers: leave it out for a model "):
-        check(settings("tiny", "nowhere", image__height=16), pipe=tiny.janus())
+    refused("^text.max_tokens is set, which is about texts: leave it out for a model that", check,
+            settings("tiny", "nowhere", text__max_tokens=6), pipe=tiny.janus())
+    refused("^image.height is set, which is about denoisers: leave it out for a model ", check,
+            settings("tiny", "nowhere", image__height=16), pipe=tiny.janus())
     target = {"target": {"type": "ImageTokens", "scores": "conditional"}}
     assert "parts.target ImageTokens is of image tokens: set text.generates: image" in message(
         validate.resolve, tiny_text.config(parts=target), "tokens")
     own = drawn(parts=target).policy
     assert own.conditional and own.halves == 1
-    with pytest.raises(UserError, match="the prompt '1.2=' brings an image, but image tokens are generated from a te"):
-        build.require_inputs(settings("tiny", "nowhere"), [Prompt("1+2=", image="a.png")], tiny.janus())
-    with pytest.raises(UserError, match="reward 'exact_match' judges text, but what is generated here is image"):
-        check(settings("tiny", "nowhere", reward="exact_match"), pipe=tiny.janus(), prompts=ASKED)
+    refused("the prompt '1.2=' brings an image, but image tokens are generated from a te", build.require_inputs,
+            settings("tiny", "nowhere"), [Prompt("1+2=", image="a.png")], tiny.janus())
+    refused("reward 'exact_match' judges text, but what is generated here is image", check,
+            settings("tiny", "nowhere", reward="exact_match"), pipe=tiny.janus(), prompts=ASKED)
 
 
 @pytest.mark.parametrize("given, guidance", [({"train__guidance": 3.0}, 3.0), ({}, 1.0),

@@ -19,15 +19,15 @@ from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.policies import build
 from flowgrpo.run import run
 from flowgrpo.starter.arithmetic import build_tokenizer
-from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
+from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking
 from tests.helpers import tiny_runs, updates
 from tests.helpers import tiny_text as tiny
 from tests.helpers.refusals import message
-from tests.helpers.tiny_masked import model, policy
-from tests.helpers.tiny_text import files_of_a_run
+from tests.helpers.tables import close
+from tests.helpers.tiny_masked import load_masked_lm, model, policy
+from tests.helpers.tiny_text import ASKED, files_of_a_run, many, sampled
 
-ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
 F64 = torch.float64
 FILE = "adapter_model.safetensors"
 
@@ -37,11 +37,6 @@ def exact(**text) -> MaskedLM:
     own = tiny.stir(policy(**text))
     own.model.double()
     return own
-
-
-def sampled(own: MaskedLM, unmasking=Unmasking(), prompts=ASKED, seeds=(1, 2, 3, 4), greedy=0):
-    asked = own.encode(list(prompts))
-    return asked, own.sample(asked, unmasking, own.generators(seeds), torch.arange(len(prompts)) < greedy)
 
 
 def replayed(own: MaskedLM, asked, found, unmasking=Unmasking(), together: int = 100):
@@ -64,10 +59,6 @@ def by_hand(own: MaskedLM, asked, found, temperature: float = 1.0, merged: int =
         for at, logits in states(own, prompt, ids, steps, merged):
             rows[row, at] = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[at, 0].double()
     return rows.masked_fill(~found.mask, 0.0)
-
-
-def close(found, expected, tolerance=1e-10) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
@@ -97,7 +88,7 @@ def test_which_steps_are_scored_together_by_hand(unmasking, length, expected):
 
 def test_every_step_of_a_rollout_takes_the_surest_places():
     own = exact()
-    asked, found = sampled(own, Unmasking(1.5, per_step=2))
+    asked, found = sampled(own, decoding=Unmasking(1.5, per_step=2))
     for prompt, ids, steps in zip(asked.ids, found.ids, found.steps):
         assert steps.sort().values.tolist() == [0, 0, 1, 1, 2, 2]
         for step, (at, logits) in enumerate(states(own, prompt, ids, steps)):
@@ -106,7 +97,7 @@ def test_every_step_of_a_rollout_takes_the_surest_places():
 
 
 def test_blocks_are_filled_from_left_to_right():
-    _, found = sampled(policy(), Unmasking(block=2))
+    _, found = sampled(policy(), decoding=Unmasking(block=2))
     assert ((found.steps // 2) == torch.tensor([0, 0, 1, 1, 2, 2])).all()
     assert {tuple(row[:2]) for row in found.steps.tolist()} == {(0, 1), (1, 0)}  # within a block by confidence
 
@@ -116,7 +107,7 @@ def test_blocks_are_filled_from_left_to_right():
                                        Unmasking(1.3, per_step=2, block=3, order="random")])
 def test_a_trace_is_scored_in_its_own_states(unmasking):
     own = exact()
-    asked, found = sampled(own, unmasking)
+    asked, found = sampled(own, decoding=unmasking)
     expected = by_hand(own, asked, found, unmasking.temperature)
     close(found.logp, expected)
     again = replayed(own, asked, found, unmasking)
@@ -126,7 +117,7 @@ def test_a_trace_is_scored_in_its_own_states(unmasking):
 
 def test_cuts_are_those_of_decoding():
     own, unmasking = exact(), Unmasking(1.3, top_p=0.9, top_k=5, min_p=0.02)
-    asked, found = sampled(own, unmasking)
+    asked, found = sampled(own, decoding=unmasking)
     close(replayed(own, asked, found, unmasking).logp.detach(), found.logp)
     for prompt, ids, steps, logp, mask in zip(asked.ids, found.ids, found.steps, found.logp, found.mask):
         for at, logits in states(own, prompt, ids, steps):
@@ -150,9 +141,9 @@ def test_orders_of_two_tokens_add_up_to_the_joint_distribution():
         found = [own.log_probs(asked, of, pairs, everything, Unmasking(), torch.tensor([order] * len(pairs)), 512).logp
                  for order in ([0, 1], [1, 0])]
     close((found[0].sum(1).exp() + found[1].sum(1).exp()) / 2, joint.flatten())
-    close(joint.sum(), torch.ones((), dtype=F64))
+    close(joint.sum(), 1.0)
     count = 3000
-    _, drawn = sampled(own, Unmasking(order="random"), ["1+2="] * count, range(count))
+    _, drawn = sampled(own, ["1+2="] * count, range(count), Unmasking(order="random"))
     for place, marginal in enumerate((joint.sum(1), joint.sum(0))):
         shares = torch.bincount(drawn.ids[:, place], minlength=size) / count
         assert ((shares - marginal).abs() <= 4 * (marginal * (1 - marginal) / count).sqrt() + 1e-9).all()
@@ -161,7 +152,7 @@ def test_orders_of_two_tokens_add_up_to_the_joint_distribution():
 @pytest.mark.parametrize("block, merged", [(0, 2), (0, 4), (3, 2)])
 def test_neighbouring_steps_are_scored_as_one(block, merged):
     own, unmasking = exact(), Unmasking(shrink=merged, block=block)
-    asked, found = sampled(own, unmasking)
+    asked, found = sampled(own, decoding=unmasking)
     if not block:
         close(found.logp, by_hand(own, asked, found, merged=merged))
     before = own.evaluations
@@ -171,18 +162,18 @@ def test_neighbouring_steps_are_scored_as_one(block, merged):
     before = own.evaluations
     own.log_probs(asked, torch.arange(4), found.ids, whole, unmasking, found.steps, 100)
     assert own.evaluations - before == (4 if block else math.ceil(6 / merged)) * sum(len(ids) + 6 for ids in asked.ids)
-    _, plain = sampled(own, Unmasking(block=block))
+    _, plain = sampled(own, decoding=Unmasking(block=block))
     assert torch.equal(plain.ids, found.ids) and (plain.logp - found.logp).abs().max() > 1e-3
 
 
 def test_answers_are_of_the_likeliest_tokens_and_no_batch():
     own = policy()
     for unmasking in (Unmasking(), Unmasking(per_step=2, order="random")):
-        _, together = sampled(own, unmasking)
+        _, together = sampled(own, decoding=unmasking)
         for row, prompt in enumerate(ASKED):
-            _, alone = sampled(own, unmasking, [prompt], [row + 1])
+            _, alone = sampled(own, [prompt], [row + 1], unmasking)
             assert torch.equal(alone.ids[0], together.ids[row]) and torch.equal(alone.steps[0], together.steps[row])
-            close(alone.logp[0], together.logp[row], 1e-5)
+            close(alone.logp[0].double(), together.logp[row], 1e-5)
     own = exact()
     asked, found = sampled(own, greedy=2)
     for row in range(2):
@@ -213,14 +204,13 @@ def test_the_logits_of_a_family_made_from_causal_models_are_those_of_the_next_pl
     prompts, answers = asked.ids[0][None], torch.full((1, 6), plain.mask)
     assert torch.equal(own._logits(prompts, answers)[:, 1:], plain._logits(prompts, answers)[:, :-1])
     asked, found = sampled(own)
-    close(replayed(own, asked, found).logp.detach(), found.logp, 1e-5)
+    close(replayed(own, asked, found).logp.detach().double(), found.logp, 1e-5)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
 def saved(folder, **changes):
     """A tiny model's folder, its config.json changed."""
-    for part in model():
-        part.save_pretrained(folder)
+    tiny.save(folder, model())
     told = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(told))
     return folder
@@ -297,11 +287,6 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     assert "a method of language models" in message(lambda: methods.preset("trace_rl").on("flow"))
 
 
-def many(completions, prompts):
-    """Of several values, so that groups differ."""
-    return [len(text) + text.count("7") / 2 for text in completions]
-
-
 def trainer(**options):
     return tiny.trainer(policy(), {"short": many}, **options)
 
@@ -309,15 +294,8 @@ def trainer(**options):
 @pytest.mark.parametrize("method, kernel", [("trace_rl", {"shrink": 2}),
                                             ("gspo", {"type": "Unmasking", "per_step": 4})])
 def test_micro_batches_change_no_gradient(method, kernel):
-    found = []
-    for size in (1, 5, 64):
-        own = trainer(method=method, parts={"decoding": kernel}, train__micro_batch=size)
-        parts, asked = updates.credited(own)
-        tiny.stir(own.policy, 0.05)
-        found.append(updates.gradient(own, parts, asked))
-    assert found[0].norm() > 0
-    for other in found[1:]:
-        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+    updates.assert_one_gradient([updates.moved_gradient(trainer(
+        method=method, parts={"decoding": kernel}, train__micro_batch=size)) for size in (1, 5, 64)])
 
 
 @pytest.mark.parametrize("shrink", [2, 6])

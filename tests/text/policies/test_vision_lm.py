@@ -1,4 +1,5 @@
-"""Models that read images as policies: what their images do to samples, replays, gradients and files."""
+"""Models that read images as policies: what their images do to samples, replays, gradients and files; and what goes for
+language models alike."""
 
 import json
 import re
@@ -9,7 +10,6 @@ from PIL import Image
 
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Text
-from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
@@ -17,24 +17,24 @@ from flowgrpo.text.policies.vision_lm import VisionLM
 from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
 from tests.helpers import tiny_vision as tiny
-from tests.helpers.refusals import message
-from tests.text.policies.test_causal_lm import replayed
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_text import ASKED as PROMPTS
+from tests.helpers.tiny_text import replayed, sampled
 
-PROMPTS = ["1+2=", "90;1=", "5;66=", "1+2="]
 FAMILIES = pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+OF_TEXT_TOO = pytest.mark.parametrize("family", [*sorted(tiny.FAMILIES), "text"])
 SHARED = pytest.mark.parametrize("shared", [True, False])
 BARRED = [tiny.SPECIAL.index(name) for name in ("<image>", "<video>")]
 
 
 @pytest.fixture()
-def images(tmp_path):
-    """Of `PROMPTS`: three images, and none."""
-    return [*tiny.files(tmp_path), None]
+def images(tmp_path, family):
+    """Of `PROMPTS`: three images, and none; of a language model none at all."""
+    return [None] * 4 if family == "text" else [*tiny.files(tmp_path), None]
 
 
-def sampled(own: VisionLM, images, prompts=PROMPTS, seeds=(1, 2, 3, 4), decoding=Decoding()):
-    asked = own.encode(list(prompts), images=images)
-    return asked, own.sample(asked, decoding, own.generators(seeds), torch.zeros(len(prompts), dtype=torch.bool))
+def made(family, **options):
+    return tiny_text.policy(**options) if family == "text" else tiny.policy(family, **options)
 
 
 def by_hand(own: VisionLM, family: str, images, found, prompts=PROMPTS, temperature=1.0) -> torch.Tensor:
@@ -62,14 +62,14 @@ def by_hand(own: VisionLM, family: str, images, found, prompts=PROMPTS, temperat
 @torch.no_grad()
 def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
     own, decoding = tiny_text.stir(tiny.policy(family, shared_prefix=shared)), Decoding(0.7)
-    asked, found = sampled(own, images, decoding=decoding)
+    asked, found = sampled(own, images=images, decoding=decoding)
     again = replayed(own, asked, found, decoding)
     torch.testing.assert_close(again.logp, found.logp, rtol=0, atol=1e-5)
     torch.testing.assert_close(again.logp, by_hand(own, family, images, found, temperature=0.7), rtol=0, atol=1e-5)
     # The same prompt twice or more, so that its image is read once.
     prompts, twice = torch.tensor([0, 0, 1, 1]), own.encode(PROMPTS[:2], images=images[:2])
     of, seen = [PROMPTS[i] for i in prompts], [images[i] for i in prompts]
-    _, found = sampled(own, seen, of)
+    _, found = sampled(own, of, images=seen)
     torch.testing.assert_close(replayed(own, twice, found, prompts=prompts).logp,
                                by_hand(own, family, seen, found, of), rtol=0, atol=1e-5)
     assert own.text.shared_prefix is shared and not own.reason_not_shared(asked)
@@ -79,30 +79,30 @@ def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
 @torch.no_grad()
 def test_another_image_changes_what_a_prompt_is_answered(family, images):
     own = tiny.policy(family)
-    asked, found = sampled(own, images)
+    asked, found = sampled(own, images=images)
     other = own.encode(PROMPTS, images=[*images[2::-1], None])
     change = (replayed(own, other, found).logp - found.logp).abs().amax(1)
     assert (change[[0, 2]] > 1e-3).all()
     assert (change[[1, 3]] < 1e-5).all()  # the image in the middle, and the row without one, are the same
 
 
-@FAMILIES
+@OF_TEXT_TOO
 @torch.no_grad()
 def test_a_completion_does_not_depend_on_its_batch(family, images):
-    own = tiny.policy(family)
-    _, together = sampled(own, images)
+    own = made(family)
+    _, together = sampled(own, images=images)
     for row, (prompt, image) in enumerate(zip(PROMPTS, images)):
-        asked, alone = sampled(own, [image], [prompt], [row + 1])
+        asked, alone = sampled(own, [prompt], [row + 1], images=[image])
         assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
         torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
-        assert bool(asked.images[0]) is (image is not None)
+        assert family == "text" or bool(asked.images[0]) is (image is not None)
 
 
 @FAMILIES
 @torch.no_grad()
 def test_no_completion_holds_what_stands_for_a_image(family, images):
     own, flat = tiny.policy(family, max_tokens=12), Decoding(100.0)
-    asked, found = sampled(own, images[:1] * 32, PROMPTS[:1] * 32, range(32), flat)
+    asked, found = sampled(own, PROMPTS[:1] * 32, range(32), flat, images=images[:1] * 32)
     drawn = found.ids[found.mask]
     barred = BARRED if family == "qwen" else BARRED[:1]
     assert not torch.isin(drawn, torch.tensor(barred)).any()
@@ -111,22 +111,24 @@ def test_no_completion_holds_what_stands_for_a_image(family, images):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-@FAMILIES
-def test_a_image_that_a_group_shares_is_read_once_and_gives_the_same_gradient(family, images):
+@OF_TEXT_TOO
+def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient(family, images):
     gradients, counts, prompts = [], [], torch.tensor([0, 0, 0, 1, 1, 1])
     for shared in (True, False):
-        own = tiny_text.stir(tiny.policy(family, shared_prefix=shared))
+        own = tiny_text.stir(made(family, shared_prefix=shared))
         with torch.no_grad():
-            _, found = sampled(own, [images[i] for i in prompts], [PROMPTS[i] for i in prompts], range(6))
+            _, found = sampled(own, [PROMPTS[i] for i in prompts], range(6), images=[images[i] for i in prompts])
         asked = own.encode(PROMPTS[:2], images=images[:2])
         replayed(own, asked, found, prompts=prompts)  # the trials
         before = own.evaluations
-        (replayed(own, asked, found, prompts=prompts).logp * torch.arange(1.0, 7.0)[:, None]).sum().backward()
+        weights = torch.arange(1.0, 7.0)[:, None]  # of the rows, so that none could stand for another
+        (replayed(own, asked, found, prompts=prompts).logp * weights).sum().backward()
         counts.append(own.evaluations - before)
         gradients.append([parameter.grad for parameter in own.weights.parameters()])
     for shared, whole in zip(*gradients):
         assert (shared - whole).norm() <= 1e-5 * whole.norm() and whole.norm() > 0
     longest, length = max(len(ids) for ids in asked.ids), int(found.mask.sum(1).max())
+    assert family != "text" or longest == 6  # "90;1=" with its start
     assert counts == [2 * longest + 6 * (length - 1), 6 * (longest + length - 1)]
 
 
@@ -151,7 +153,7 @@ def test_checkpointing_gives_the_same_gradient(family, images):
     for checkpointing in (False, True):
         own = tiny_text.stir(tiny.policy(family, checkpointing=checkpointing))
         with torch.no_grad():
-            _, found = sampled(own, images[:1] * 3, PROMPTS[:1] * 3, range(3))
+            _, found = sampled(own, PROMPTS[:1] * 3, range(3), images=images[:1] * 3)
         asked = own.encode(PROMPTS[:1], images=images[:1])
         replayed(own, asked, found, prompts=torch.zeros(3, dtype=torch.int64)).logp.sum().backward()
         gradients.append([parameter.grad for parameter in own.weights.parameters()])
@@ -198,15 +200,17 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     assert (before - ours).abs().max() > 1e-3
 
 
-def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
+@pytest.mark.parametrize("family", ["qwen", "text"])
+@torch.no_grad()
+def test_all_weights_are_saved_with_what_reads_prompts(family, tmp_path, images):
     from flowgrpo.text.policies import engines as texts
-    own = tiny_text.stir(tiny.policy("qwen", rank=0))
+    own = tiny_text.stir(made(family, rank=0))
     own.weights.save(tmp_path)
-    with torch.no_grad():
-        asked, found = sampled(own, images)
-        again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
-        torch.testing.assert_close(replayed(again, again.encode(PROMPTS, images=images), found).logp, found.logp,
-                                   rtol=0, atol=1e-5)
+    asked, found = sampled(own, images=images)
+    again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
+    read = again.encode(PROMPTS, images=images)
+    assert [ids.tolist() for ids in read.ids] == [ids.tolist() for ids in asked.ids]
+    torch.testing.assert_close(replayed(again, read, found).logp, found.logp, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -223,8 +227,8 @@ def test_a_model_that_also_draws_images_still_does():
 
 def test_models_that_cannot_be_read_or_sampled():
     model, processor = tiny.llava()
-    with pytest.raises(UserError, match="LlavaModel cannot be sampled: it is no GenerationMixin of transformers"):
-        VisionLM(model.model, processor, None, Text(max_tokens=6))
+    refused("LlavaModel cannot be sampled: it is no GenerationMixin of transformers", VisionLM, model.model, processor,
+            None, Text(max_tokens=6))
     def read(architecture, **more):
         return kinds.reads_images({"architectures": [architecture]} | more)
     assert read("LlavaForConditionalGeneration") and read("Qwen3VLForConditionalGeneration")

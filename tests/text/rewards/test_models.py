@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from flowgrpo import rewards
 from flowgrpo.__main__ import main
 from flowgrpo.contrib.criteria import TextJudgeRubric
-from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.embeddings import SemanticSimilarity, mean_pool
 from flowgrpo.text.rewards.judge import TextJudge
 from flowgrpo.text.rewards.models import (
@@ -28,7 +27,7 @@ from flowgrpo.tools.learned_rewards import text_training as training
 from flowgrpo.tools.learned_rewards.text_training import LOGISTIC, PAIRS, SQUARED, LabelledText
 from tests.helpers import tiny_text
 from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, f64
 
 
@@ -124,8 +123,7 @@ def test_a_system_message_thoughts_a_template_and_a_limit():
 
 def test_folders_and_padding_of_reward_models(tmp_path):
     model = network()
-    model.save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
+    tiny_text.save(tmp_path, (model, tokenizer()))
     reward = rewards.find("reward_model", {"model": str(tmp_path), "device": "cpu"})
     ids = [WORDS.index(word) for word in "user a <end> assistant b <end>".split()]
     assert reward(["b"], ["a"]) == [pytest.approx(by_hand(model, ids), abs=1e-5)]
@@ -142,11 +140,6 @@ def test_reward_models_that_are_none(tmp_path):
     assert "has no chat template: set template" in message(RewardModel, parts=(network(), tokenizer(None)))
     assert "none cannot be loaded" in message(RewardModel, str(tmp_path / "none"))
     assert "dtype is 'int8', expected fp32" in message(RewardModel, "x", dtype="int8")
-
-
-def written(path, lines):
-    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    return path
 
 
 def test_ridge_and_discriminator_heads_by_hand():
@@ -169,10 +162,10 @@ def test_ridge_and_discriminator_heads_by_hand():
 VOCABULARY = ["please", "thanks", "never", "stone", "river", "lamp", "chair", "wind"]
 
 
-def texts(count: int = 60) -> list[dict]:
+def texts() -> list[dict]:
     """Texts whose labels are linear in their words: polite ones are helpful, "never" is unsafe."""
     generator, lines = torch.Generator().manual_seed(1), []
-    for _ in range(count):
+    for _ in range(60):
         words = [VOCABULARY[at] for at in torch.randint(len(VOCABULARY), (6,), generator=generator)]
         lines.append({"text": " ".join(words), "labels": {
             "helpful": words.count("please") + 0.5 * words.count("thanks"), "safe": -1.5 * words.count("never")}})
@@ -180,7 +173,8 @@ def texts(count: int = 60) -> list[dict]:
 
 
 def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
-    data, file = written(tmp_path / "texts.jsonl", texts()), tmp_path / "reward.json"
+    data, file = tmp_path / "texts.jsonl", tmp_path / "reward.json"
+    data.write_text("\n".join(map(json.dumps, texts())))
     assert main(["reward", "train-text", str(data), "--output", str(file), "--penalty", "0.01", "--held-out",
                  "0.2"]) == 0
     assert "helpful" in capsys.readouterr().out
@@ -192,8 +186,8 @@ def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
     helpful, safe, both = score(helpful=1.0), score(safe=1.0), score(helpful=1.0, safe=2.0)
     assert both == pytest.approx([one + 2 * other for one, other in zip(helpful, safe)])
     assert helpful[0] > helpful[1] and both[0] < both[1]  # a weight turns the ranking round
-    with pytest.raises(UserError, match="has no aspect 'save': did you mean 'safe'"):
-        rewards.find("text_scorer", {"file": str(file), "weights": {"save": 1.0}})
+    refused("has no aspect 'save': did you mean 'safe'", rewards.find, "text_scorer",
+            {"file": str(file), "weights": {"save": 1.0}})
     assert main(["reward", "train-text", str(data), "--output", str(file)]) == 2  # is there already
 
 
@@ -265,17 +259,17 @@ def test_divergences_and_likelihoods_need_a_policy():
     other = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.75, 0.25, 0.0]]).log()
     mixed = 0.5 * (0.25 * math.log(0.5) + 0.5 * math.log(2)) + 0.5 * 0.75 * math.log(1.5)
     assert divergence(one, other).tolist() == pytest.approx([0, math.log(2), mixed], abs=1e-6)
-    with pytest.raises(UserError, match="'reasoning_depth' reads the policy that is trained, and there is none"):
-        rewards.find("reasoning_depth")(["1"], ["1+2="])
+    refused("'reasoning_depth' reads the policy that is trained, and there is none", rewards.find("reasoning_depth"),
+            ["1"], ["1+2="])
     assert "layers is 0" in message(ReasoningDepth, layers=0)
     # Deviations 0, 1 and 3: weights 0, 1/4 and 3/4.
     close(reflective(f64([[-5, -1, -6], [-5, -3, 0]])), [-19 / 4, -3 / 4])
     close(reflective(f64([[-1, -3], [-1, -3]])), [-2, -2])
     reward = rewards.find("reference_likelihood")
-    with pytest.raises(UserError, match="there is none here: set args"):
-        rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{"answer": "b"}] * 2, 2)
-    with pytest.raises(UserError, match="got object, expected a causal language model"):
-        rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{"answer": "b"}] * 2, 2, policy=object())
+    refused("there is none here: set args", rewards.score, {"r": reward}, ["a"] * 2, ["p"] * 2, [{"answer": "b"}] * 2,
+            2)
+    refused("got object, expected a causal language model", rewards.score, {"r": reward}, ["a"] * 2, ["p"] * 2,
+            [{"answer": "b"}] * 2, 2, policy=object())
     assert math.isnan(rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{}] * 2, 2)[0, 0])
 
 

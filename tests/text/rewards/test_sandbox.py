@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.text.rewards.sandbox import run as boundaries
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, remove, run
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 WORKING, REASONS = choose.available()
 SLOW = Limits(seconds=60)
@@ -473,8 +472,8 @@ def boxed(test):
 
 def test_a_file_that_is_another_is_refused(tmp_path):
     (tmp_path / boundaries.FILE).write_bytes(b"\0asm")
-    with pytest.raises(UserError, match="is not the known CPython for WebAssembly: its SHA-256 differs"):
-        boundaries.compile_module(tmp_path / boundaries.FILE)
+    refused("is not the known CPython for WebAssembly: its SHA-256 differs", boundaries.compile_module,
+            tmp_path / boundaries.FILE)
 
 
 @boxed

@@ -10,17 +10,16 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.resampling import TeacherAnswers, solutions_of
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.surrogates import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses import Calibrated, ExpertMixture
-from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import CompletionBatch, Context, GroupStatistics, RewardColumns, SampleMeasures, Scored
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, f64
 
 
@@ -40,8 +39,8 @@ def test_what_has_no_answer_is_refused():
     assert answer_of(Prompt("x", metadata={"answer": 0})) == "0"
     assert preset("visurf").fits("tokens") and not preset("visurf").fits("masks")
     assert "got a method of causal language models" in message(lambda: preset("visurf").on("masks"))
-    with pytest.raises(UserError, match="4 answers leave none of the group to train"):
-        resolve(tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
+    refused("4 answers leave none of the group to train", resolve,
+            tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
 
 
 def test_the_last_sample_is_the_answer():
@@ -169,8 +168,8 @@ def test_a_run_is_calibrated_by_its_answers(size):
     parts = {"decoding": {"expert": 1}, "surrogate": {"type": "Calibrated"}}
     metrics = trainer(method="grpo", parts=parts, train__micro_batch=size).run_epoch()
     assert metrics["grad_norm"] > 0
-    with pytest.raises(UserError, match="Calibrated is about answers .*parts.decoding.expert: 1"):
-        resolve(tiny_text.config(method="grpo", parts={"surrogate": {"type": "Calibrated"}}), "tokens")
+    refused("Calibrated is about answers .*parts.decoding.expert: 1", resolve,
+            tiny_text.config(method="grpo", parts={"surrogate": {"type": "Calibrated"}}), "tokens")
     assert "Calibrated: slope is 2, expected 0 to 1" in message(Calibrated, slope=2, error=ValueError)
 
 
@@ -188,8 +187,8 @@ def test_the_loop_knows_which_samples_are_answers(size):
 
 
 def test_answers_join_engines_and_are_needed():
-    with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.decoding.expert: 1"):
-        resolve(tiny_text.config(method="rl_plus", parts={"decoding": {"expert": 0}}), "tokens")
+    refused("ExpertMixture is about answers .*parts.decoding.expert: 1", resolve,
+            tiny_text.config(method="rl_plus", parts={"decoding": {"expert": 0}}), "tokens")
     own = trainer(text__engine_precision="bf16")
     asked = own.rollouts.conditioning(own.prompts)
     made = [(part, texts) for part, [texts] in own.rollouts.sample(asked, 0, None)]
@@ -227,11 +226,10 @@ def test_answers_earn_as_they_lack_and_are_written_like_completions():
     close(shaped(rewards, ExpertReward(["thought"]), expert), [[[0.0, 1.0], [1.0, 0.0], [0.5, 0.5]]])
     # With a weight of 3 on the first reward, its 3 is what the second sample has.
     close(shaped(rewards, ExpertReward(), expert, weights=[3.0, 1.0]), [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
-    own = trainer(parts={"decoding": {"type": "WithAnswers", "form": "({answer})"}})
-    assert own.rollouts.conditioning(own.prompts).answers == [["(3)"], ["(1234567890)"], [], ["(9)"]]
-    assert WithAnswers(form="{{answer} {x}}").format_answer("3") == "{3 {x}}"
-    with pytest.raises(UserError, match="expected a text with {answer}"):
-        resolve(tiny_text.config(method="visurf", parts={"decoding": {"type": "WithAnswers", "form": "x"}}), "tokens")
+    own = trainer(parts={"decoding": {"type": "WithAnswers", "form": "{{answer} {x}}"}})
+    assert own.rollouts.conditioning(own.prompts).answers == [["{3 {x}}"], ["{1234567890 {x}}"], [], ["{9 {x}}"]]
+    refused("expected a text with {answer}", resolve,
+            tiny_text.config(method="visurf", parts={"decoding": {"type": "WithAnswers", "form": "x"}}), "tokens")
 
 
 def test_the_answers_of_a_run_are_known_to_its_credit():
@@ -242,8 +240,8 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     fits = [prompt.text in ("1+2=", "9+1=") for prompt in prompts]
     assert context.samples.expert.tolist() == [[False] * 3 + [fit] for fit in fits]
     assert context.rewards.names == ["short"]
-    with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
-        resolve(tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}}), "tokens")
+    refused("names 'thought', which is no reward of the run: expected names among short", resolve,
+            tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}}), "tokens")
 
 
 # AMPO
@@ -261,10 +259,10 @@ def test_teachers_only_for_failing_groups_with_a_place():
     found.add(found.replace([(place, taught)]), torch.zeros(1, 2, 1), torch.zeros(1, 2))
     assert TeacherAnswers()(found) == []  # they come once
     assert solutions_of(taught) == ["9;1=8", "7+1=8", "2+6=8"]
-    with pytest.raises(UserError, match="set parts.decoding.expert to their number"):
-        resolve(tiny_text.config(parts={"redraw": {"type": "TeacherAnswers"}}), "tokens")
-    with pytest.raises(UserError, match="got TeacherAnswers, which reads completions"):
-        resolve(tiny.config(parts={"redraw": {"type": "TeacherAnswers"}}))
+    refused("set parts.decoding.expert to their number", resolve,
+            tiny_text.config(parts={"redraw": {"type": "TeacherAnswers"}}), "tokens")
+    refused("got TeacherAnswers, which reads completions", resolve,
+            tiny.config(parts={"redraw": {"type": "TeacherAnswers"}}))
 
 
 def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed():

@@ -14,6 +14,7 @@ from flowgrpo.objectives.surrogates import Clip, Reinforce, TruncatedIS
 from flowgrpo.text.samplers.decoding import Decoding, Draw, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.types import Context, SampleMeasures, Scored
 from tests.helpers.refusals import message
+from tests.helpers.tables import draw as draws
 
 F64 = torch.float64
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=F64).log()
@@ -23,10 +24,6 @@ MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, F
 def close(found, expected, tolerance=1e-12) -> None:
     expected = torch.as_tensor(expected, dtype=found.dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, equal_nan=True)
-
-
-def draws(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------

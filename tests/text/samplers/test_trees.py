@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from flowgrpo import methods
-from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.text.credit import ExitDecay, with_gains
 from flowgrpo.text.samplers import groups
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.lookahead import BranchingLookahead, edit_distance
 from tests.helpers import tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 4, kernel=Decoding(), tokens: int = 9):
@@ -34,10 +33,10 @@ def test_groups_are_trees_that_split_what_goes_on():
     assert len({tuple(row.tolist()) for row in kept[:8]}) > 3 and not torch.equal(kept[0, :2], kept[4, :2])
     _, _, [made] = drawn(groups.Tree((4,), 9))
     assert all(len({tuple(row.tolist()) for row in (made.ids * made.mask)[at:at + 4]}) == 1 for at in (0, 4))
-    with pytest.raises(UserError, match="draws is Tree with 4 leaves"):
-        validate.resolve(tiny_text.config(method="spo_tree", train__group=6), "tokens")
-    with pytest.raises(UserError, match="Tree: children are"):
-        validate.resolve(tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
+    refused("draws is Tree with 4 leaves", validate.resolve, tiny_text.config(method="spo_tree", train__group=6),
+            "tokens")
+    refused("Tree: children are", validate.resolve,
+            tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
 
 
 @pytest.mark.fast
