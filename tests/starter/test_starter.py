@@ -22,15 +22,11 @@ from flowgrpo.methods import preset
 from flowgrpo.methods import validate as methods_validate
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
-from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.starter.scene import scene, scene_graded
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
-from tests.helpers import loop, tiny
-from tests.helpers.tables import rounding
+from tests.helpers import loop
 from tests.helpers.tiny_runs import assert_same_weights, frozen
-
-PROMPTS = ["three red stars", "a ring left of a cross"]
 
 
 def stock():
@@ -102,23 +98,6 @@ def test_two_epochs_on_the_starter(name):
     assert_same_weights(frozen(trainer), kept)
     changed = [key for key, value in before.items() if not torch.equal(value, policy.weights.named[key])]
     assert len(kept) > 100 and len(changed) > 0.9 * len(before)  # the last block's text rows lead nowhere
-
-
-def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
-    """Rank 4 with alpha 3, B not zero: peers' files load empty here, or with a wrong scale."""
-    policy = tiny.stir(PipelinePolicy(load_pipeline("starter"), Adapter(rank=4, alpha=3.0), call=CALL), 0.02)
-    policy.weights.save(tmp_path)
-    ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 6, 2.0, output_type="latent")
-    pipe = stock()
-    def latents():
-        return pipe(PROMPTS, num_inference_steps=6, guidance_scale=2.0, generator=policy.generators((1, 2)),
-                    output_type="latent", **CALL).images
-    base = latents()
-    pipe.load_lora_weights(tmp_path)
-    # Steps, the blocks of each, and guidance: of 2 v - v' both errors count, the first twice.
-    depth = 6 * len(policy.pipe.transformer.transformer_blocks) * 3
-    assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= rounding(ours, depth)
-    assert (base - ours).abs().max() > 0.01
 
 
 ROOT = Path(__file__).parents[2]
