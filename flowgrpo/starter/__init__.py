@@ -11,8 +11,6 @@ EVAL_GUIDANCE = 1.0  # the starter was distilled from itself under guidance
 VIDEO_GUIDANCE = 4.0
 VIDEO_CALL = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 8}
 
-CONSISTENCY_STEPS = 4
-
 FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video",
            "starter_text": Path(__file__).parent / "text", "starter_consistency": Path(__file__).parent / "model",
            "starter_unified": Path(__file__).parent / "unified"}
@@ -23,5 +21,5 @@ RATES = {"starter_video": 5.0}  # frames per second
 CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CALL}
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance": EVAL_GUIDANCE},
         "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance": VIDEO_GUIDANCE},
-        "starter_consistency": {"num_inference_steps": CONSISTENCY_STEPS, "guidance": 1.0}}
+        "starter_consistency": {"num_inference_steps": 4, "guidance": 1.0}}
 TOKEN_GUIDANCE = {"starter_unified": 1.0}  # of image tokens

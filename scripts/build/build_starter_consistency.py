@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.starter import CALL, CONSISTENCY_STEPS
+from flowgrpo.starter import CALL, EVAL
 
 
 class LowRank:
@@ -150,7 +150,8 @@ def main() -> None:
         lora = distil(pipe, data, args.device, args.steps, args.batch, args.jumps, args.rank, args.lr, args.decay)
     lora.save(args.out / LORA_FILE)
     # Of four steps the last is at 1/4, not beside 0, where a step changes nothing.
-    FlowMatchLCMScheduler(shift_terminal=1 / CONSISTENCY_STEPS).save_pretrained(args.out / "scheduler")
+    steps = EVAL["starter_consistency"]["num_inference_steps"]
+    FlowMatchLCMScheduler(shift_terminal=1 / steps).save_pretrained(args.out / "scheduler")
     print(f"{args.out} written after {time.time() - start:.0f} s")
 
 
