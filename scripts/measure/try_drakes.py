@@ -128,7 +128,8 @@ def measured(folder: Path, base: Path, length: int, count: int = 2000) -> tuple[
     answers, kl = policy.sample_relaxed(policy.encode(["="]), torch.zeros(count, dtype=torch.int64),
                                        policy.generators(range(count)), Unmasking(order="random"), GumbelSoftmax(),
                                        held)
-    texts = policy.texts(answers.argmax(-1), ["="] * count)
+    ids = answers.argmax(-1)
+    texts = policy.detokenize(ids, torch.ones_like(ids, dtype=torch.bool), ["="] * count)
     return motif(texts, None).mean().item(), kl.mean().item()
 
 
