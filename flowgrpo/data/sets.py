@@ -124,11 +124,6 @@ def test_set(prompts: str) -> str | None:
                  if given == (side.resolve() if isinstance(side, Path) else side)), None)
 
 
-def test_files() -> list[Path]:
-    """Packaged files that models are compared on, without those of the starters."""
-    return [side for one in SETS.values() for side in one.tests if isinstance(side, Path) and side.parent == FOLDER]
-
-
 def note_on_test_sets(prompts: str) -> str | None:
     """Note for files that are made from a test set, which no run can refuse any more; None for others."""
     return f"note: {prompts} is a test set: evaluate on what is made of it, and do not train on it" \

@@ -196,7 +196,7 @@ class Aesthetic(ImageModel):
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def _load(self) -> tuple[Any, Any]:
-        head = make_head("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
+        head = make_head(tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
         [encoder] = load_parts(self, "CLIPVisionModelWithProjection")
         width, taken = encoder.visual_projection.out_features, next(head.parameters()).shape[1]
         if width != taken:
@@ -211,18 +211,18 @@ class Aesthetic(ImageModel):
         return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
 
 
-def make_head(reward: str, state: dict[str, Tensor], where: str) -> nn.Module:
+def make_head(state: dict[str, Tensor], where: str) -> nn.Module:
     """Head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
     state = {key.removeprefix("layers."): value for key, value in state.items()}
     first = state.get("0.weight", state.get("weight"))
     if first is None:
-        raise UserError(f"reward {reward!r}: {where} has {', '.join(list(state)[:3]) or 'nothing'}, expected the "
+        raise UserError(f"reward 'aesthetic': {where} has {', '.join(list(state)[:3]) or 'nothing'}, expected the "
                         "tensors of a perceptron (layers.0.weight) or of a linear head (weight, bias)")
     if "0.weight" in state:
         head = perceptron(first.shape[1])
     else:
         head, state = Head(nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
-    fill(reward, head, state, where)
+    fill("aesthetic", head, state, where)
     return head
 
 

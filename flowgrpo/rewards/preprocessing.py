@@ -1,14 +1,12 @@
 """Images as vision models take them, and as numbers and bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
@@ -16,9 +14,6 @@ from flowgrpo.data.images import frames_of, stills
 from flowgrpo.data.open_image import FLOATS, levels, open_checked, pages, require_single, rgb, upright
 from flowgrpo.errors import UserError
 from flowgrpo.files import address, text_of, unfit
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)

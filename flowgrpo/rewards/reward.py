@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.about import MODALITIES, About, RewardFunction
+from flowgrpo.rewards.about import MODALITIES, About, Pairing, RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.user_code import describe_error
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from flowgrpo.rewards.about import Pairing
 
 UNKNOWN = About()
 # Optional fields of a batch that a reward reads; all but the latents are passed on by name.

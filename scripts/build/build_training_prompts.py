@@ -28,9 +28,15 @@ def plain(text: str) -> str:
     return "".join(words_of(text))
 
 
+def test_files() -> list[Path]:
+    """Return the packaged files that models are compared on, without those of the starters."""
+    return [side for one in sets.SETS.values() for side in one.tests
+            if isinstance(side, Path) and side.parent == sets.FOLDER]
+
+
 def taken() -> tuple[set[str], set[str]]:
     """Return the prompts of all packaged test sets, and the texts that they ask for, as `plain` writes them."""
-    prompts = [prompt for side in sets.test_files() for prompt in sets.load(side)]
+    prompts = [prompt for side in test_files() for prompt in sets.load(side)]
     return ({plain(prompt.text) for prompt in prompts},
             {plain(str(prompt.metadata["text"])) for prompt in prompts if "text" in prompt.metadata})
 

@@ -79,7 +79,7 @@ def test_prompts_of_our_own_are_what_their_script_writes(script):
 @pytest.mark.fast
 def test_no_training_prompt_is_in_a_test_set():
     """Neither as written, nor without case, spaces and punctuation; and no text that an image is asked to show."""
-    test = [prompt for file in sets.test_files() for prompt in load_prompts(file)]
+    test = [prompt for file in build_training_prompts.test_files() for prompt in load_prompts(file)]
     assert len(test) == 200 + 200 + 535 + 553 + 600 + 944 + 1018 + 1065 + 1632 + 2400
     for name in OWN:
         train = load_prompts(sets.FOLDER / f"{name}.jsonl")

@@ -138,8 +138,11 @@ def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
     return pixels.contiguous().numpy()
 
 
-def _read(image: np.ndarray) -> Reading:
-    """Blobs and ground of an image, float32 [3, 64, 64] in [0, 1]."""
+@lru_cache(maxsize=4096)
+def _read_once(content: bytes) -> Reading:
+    """Blobs and ground of an image, float32 [3, 64, 64] in [0, 1]. All rewards of one batch of images, or of clips,
+    share the reading."""
+    image = np.frombuffer(content, np.float32).reshape(3, SIZE, SIZE)
     offset = image - np.median(image, (1, 2), keepdims=True)
     distance = _length(offset)
     labels, around = _blobs(distance > STANDS_OUT)
@@ -158,12 +161,6 @@ def _read(image: np.ndarray) -> Reading:
     objects = (_describe(offset[(slice(None), *w)], ground, labels[w] == i, around[w] == i, inner[w] == i, w)
                for i, w in enumerate(ndimage.find_objects(around), 1))
     return Reading(tuple(objects), float(quality))
-
-
-@lru_cache(maxsize=4096)
-def _read_once(pixels: bytes) -> Reading:
-    """pixels: float32 [3, 64, 64]. All rewards of one batch of images, or of clips, share the reading."""
-    return _read(np.frombuffer(pixels, np.float32).reshape(3, SIZE, SIZE))
 
 
 def _length(colours: np.ndarray) -> np.ndarray:
