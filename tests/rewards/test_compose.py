@@ -60,7 +60,7 @@ def test_the_page_and_rules_of_named_rewards(tmp_path):
     assert resolved.extra_rewards == {"scene": WatchRule()}
 
 
-@pytest.mark.parametrize("rule, told", [
+WRONG = [
     ({"wieght": 1}, "unknown key 'reward.ocr.wieght': did you mean 'weight'?"),
     ({"normalise": "group"}, "unknown key 'reward.ocr.normalise'"),
     ({"weight": "much"}, "reward.ocr.weight: got 'much', expected a valid number"),
@@ -75,16 +75,18 @@ def test_the_page_and_rules_of_named_rewards(tmp_path):
     ({"transform": ["log", {"clip": 1}]}, "reward.ocr.transform.1.clip: got 1, expected a valid tuple"),
     ({"transform": [{"clip": [1, 0]}]}, "reward.ocr.transform.0: got {'clip': [1, 0]}, expected the lower bound below"),
     ({"transform": [{"clap": [0, 1]}]}, "unknown key 'reward.ocr.transform.0.clap': did you mean 'clip'?"),
-    ({"transform": "log"}, "reward.ocr.transform: got 'log', expected a valid list")])
-def test_mistakes_in_a_rule_have_their_path(rule, told):
-    assert message(config.validate, {"reward": {"ocr": rule}}, "r.yaml").startswith(f"r.yaml: {told}")
+    ({"transform": "log"}, "reward.ocr.transform: got 'log', expected a valid list")]
+WRONG_OF_EVAL = [
+    ({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
+    ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than"),
+    (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
+    (3, "eval.rewards: got 3, expected a valid list or a valid dictionary")]
 
 
-    for given, line in (({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
-                        ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than"),
-                        (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
-                        (3, "eval.rewards: got 3, expected a valid list or a valid dictionary")):
-        assert message(config.validate, {"eval": {"rewards": given}}, "r.yaml").startswith(f"r.yaml: {line}")
+@pytest.mark.parametrize("raw, told", [*(({"reward": {"ocr": rule}}, told) for rule, told in WRONG),
+                                       *(({"eval": {"rewards": given}}, told) for given, told in WRONG_OF_EVAL)])
+def test_mistakes_in_a_rule_have_their_path(raw, told):
+    assert message(config.validate, raw, "r.yaml").startswith(f"r.yaml: {told}")
 
 
 # --- which prompts a reward is asked for -----------------------------------------------------------------------------
@@ -160,8 +162,6 @@ def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(tmp_path, m
              "twice": WatchRule(use=f"{file}:Weighing", args={"factor": 2, "least": 5}), f"{file}:plain": WatchRule()}
     found = rewards.score(rewards.compose(rules), IMAGES, PROMPTS, METADATA)
     assert numbers(found) == [[1, 2, 3, 4], [5, 5, 6, 8], [1] * 4]
-
-
     for name, args, told in (("Weighing", {"fcator": 1}, "takes no argument 'fcator': did you mean 'factor'?"),
                              ("Weighing", {"least": 1}, "needs args: {factor: ...}: give them in its rule"),
                              ("Weighing", {}, "needs args: {factor: ...}: give them in its rule"),
@@ -306,18 +306,11 @@ def test_routes_and_keys_of_nested_rewards():
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-@rewards.differentiable
-def red(images, prompts):
-    return images[:, 0].mean((1, 2))
+def channel(row: int):
+    return lambda images, prompts: images[:, row].mean((1, 2))
 
 
-@rewards.differentiable
-def green(images, prompts):
-    return images[:, 1].mean((1, 2))
-
-
-def plain(images, prompts):
-    return images[:, 2].mean((1, 2))
+red, green, plain = rewards.differentiable(channel(0)), rewards.differentiable(channel(1)), channel(2)
 
 
 def test_gradients_of_combinations():

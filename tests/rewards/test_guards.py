@@ -181,8 +181,6 @@ def test_sharpness_of_blurs_by_hand_and_by_scipy():
     pictures = spoilt()
     blurred, clean, noisy = scores_of(sharpness, *(pictures[name] for name in ("blurred", "clean", "noisy")))
     assert blurred < clean < noisy  # noise counts as sharp
-
-
     for height, width in ((1, 1), (2, 9), (9, 2)):
         assert f"got images of {width} x {height} pixels, expected 3 x 3 or more" in message(
             scores_of, sharpness, np.zeros((height, width)))
