@@ -69,17 +69,13 @@ class Combined(Reward):
             differentiable=self.smooth and all(part.differentiable for part in composed.values()))
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
-        return self.values(self.columns(batch))
+        rows = list(zip(*self.columns(batch)))
+        values = self.combine(torch.tensor(list(map(numbers, rows)), dtype=torch.float64)).tolist()
+        return [first_failed(row) or (None if math.isnan(value) else value) for row, value in zip(rows, values)]
 
     def columns(self, batch: Batch) -> list[list[float | Failed]]:
         """Scores of the parts, one list each."""
         return of_batch(self.made, batch)
-
-    def values(self, columns: Sequence[Sequence[float | Failed]]) -> list[float | None | Failed]:
-        """Combine R columns of scores."""
-        rows = list(zip(*columns))
-        values = self.combine(torch.tensor(list(map(numbers, rows)), dtype=torch.float64)).tolist()
-        return [first_failed(row) or (None if math.isnan(value) else value) for row, value in zip(rows, values)]
 
     def combine(self, scores: Tensor) -> Tensor:
         """Combine the parts' scores [B, R], NaN where one does not apply, into values [B]."""

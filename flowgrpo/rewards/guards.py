@@ -218,28 +218,23 @@ class OverSaturation:
         return -(chroma - self.limit).clamp(min=0).mean((-2, -1)) / (1 - self.limit)
 
 
-def kilobytes(images: Tensor) -> list[float]:
-    """Sizes of images as JPEGs."""
-    sizes = []
-    for image in eight_bit(images):
-        kept = io.BytesIO()
-        Image.fromarray(image).save(kept, "JPEG", quality=QUALITY)
-        sizes.append(kept.tell() / 1000)
-    return sizes
-
-
 @built_in("jpeg_compressibility", "simple smooth file size",
           About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
-    return [-size for size in kilobytes(images)]
+    return [-size for size in jpeg_incompressibility(images, prompts)]
 
 
 @built_in("jpeg_incompressibility", "detail texture file size",
           About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
-    return kilobytes(images)
+    sizes = []
+    for image in eight_bit(images):
+        kept = io.BytesIO()
+        Image.fromarray(image).save(kept, "JPEG", quality=QUALITY)
+        sizes.append(kept.tell() / 1000)
+    return sizes
 
 
 @built_in("sharpness", "sharp blur blurry crisp focus detail",

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from flowgrpo.config import Config, load
 from flowgrpo.data.pairs import Pair, in_place, load_pairs
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import run_rewards
 from flowgrpo.methods import validate
 from flowgrpo.methods.validate import resolve
@@ -70,8 +69,8 @@ def test_a_prompt_per_pair_with_what_is_known_of_its_text(tmp_path):
 
 def test_pairs_of_held_out_prompts_alone_are_refused(tmp_path):
     file = pairs_file(tmp_path, ("red", "a.png", "b.png"), ("old", "a.png", "b.png"), verdicts={0: "tie"})
-    with pytest.raises(UserError, match=r"every pair is a tie or one of a held-out prompt, which leaves none"):
-        in_place(load(None, {"preferences": file}), ([], [Prompt("old")]))
+    refused("every pair is a tie or one of a held-out prompt, which leaves none", in_place,
+            load(None, {"preferences": file}), ([], [Prompt("old")]))
 
 
 def test_who_labels_is_trained_on_and_the_rest_is_measured():
@@ -186,8 +185,8 @@ def test_a_run_measures_and_saves_as_ever(tmp_path):
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert (settings.folder / "report.html").exists() and (settings.folder / "before_after.png").exists()
     assert load(settings.folder / "config.yaml") == settings
-    with pytest.raises(UserError, match="method mix_grpo trains steps of sampling one"):
-        align(tiny.config(tmp_path, preferences=file, train__group=2))
+    refused("method mix_grpo trains steps of sampling one", align,
+            tiny.config(tmp_path, preferences=file, train__group=2))
 
 
 RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5;66=", ";61", "61"), ("7+8=", "15", "78")]

@@ -16,7 +16,6 @@ from flowgrpo.contrib.questions.questions import Question, of_list
 from flowgrpo.data import prompts, sets
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.data.suites import SHIPPED, load_suite
-from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
 from flowgrpo.rewards.geneval.colours import NAMES
 from flowgrpo.rewards.geneval.rules import require_judgeable
@@ -256,8 +255,8 @@ def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
     for name in ("some/birds/more/fish.csv", "some/birds:more/fish.csv"):
         suite = load_suite(name)
         assert (suite.name, suite.categories) == ("fish", {"Fish": [0]})
-    with pytest.raises(UserError, match="no suite 'some/birds:no.csv': the hub dataset some/birds has no file no.csv"):
-        load_suite("some/birds:no.csv")
+    refused("no suite 'some/birds:no.csv': the hub dataset some/birds has no file no.csv", load_suite,
+            "some/birds:no.csv")
 
 
 def test_a_folder_as_datasets_lie_on_the_hub(tmp_path):

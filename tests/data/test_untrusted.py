@@ -21,6 +21,7 @@ from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
 from flowgrpo.files import parse_json, tensors_of
 from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
+from tests.data.test_data import write
 from tests.helpers.refusals import message
 
 
@@ -29,11 +30,6 @@ def refusal(call, *arguments) -> str:
     line = message(call, *arguments)
     assert line.isprintable() and len(line) < 2 * LONGEST
     return line
-
-
-def write(folder: Path, name: str, content: str | bytes) -> Path:
-    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-    return folder / name
 
 
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(9))

@@ -38,6 +38,12 @@ def values(reward, tally=None, group: int = 1) -> list:
     return [None if math.isnan(value) else value for value in found[:, 0].tolist()]
 
 
+def skipped(reward, on_error="skip", group: int = 1) -> tuple[list, dict]:
+    """The values under a rule that skips failures, and the number of failed samples by reward."""
+    tally = Tally()
+    return values(Composed(reward, RewardRule(on_error=on_error)), tally, group), dict(tally.failed)
+
+
 def lengths(images, prompts):
     return [len(prompt) for prompt in prompts]
 
@@ -87,12 +93,8 @@ def test_what_is_no_failure():
     def alone(images, prompts):
         assert len(prompts) == 1
         return lengths(images, prompts)
-    tally = Tally()
-    assert values(Composed(alone, RewardRule(on_error="skip")), tally) == [1, 2, 3, 4] and not tally.failed
-    tally = Tally()
-    assert values(Composed(lambda images, prompts: [None, 0, None, 0], RewardRule(on_error="skip")), tally) == [
-        None, 0, None, 0]
-    assert not tally.failed
+    assert skipped(alone) == ([1, 2, 3, 4], {})
+    assert skipped(lambda images, prompts: [None, 0, None, 0]) == ([None, 0, None, 0], {})
     tally = Tally()
     assert values(lambda images, prompts: [1, Failed("no idea"), None, 4], tally) == [1, None, None, 4]
     assert tally.failed == {"mine": 1} and tally.said == {"mine": "no idea"}
@@ -103,9 +105,7 @@ def test_groups_are_left_out_whole_and_mistakes_never():
         assert len(prompts) % group == 0
         return choking("dddd")(images, prompts)
     of_groups.group = True
-    tally = Tally()
-    assert values(Composed(of_groups, RewardRule(on_error="skip")), tally, group=2) == [1, 2, None, None]
-    assert tally.failed == {"mine": 2}
+    assert skipped(of_groups, group=2) == ([1, 2, None, None], {"mine": 2})
     asked = []
     def needs(images, prompts):
         asked.append(prompts)
@@ -122,9 +122,7 @@ def test_attempts_and_skips_are_as_said():
     reward = failing(3)
     told = message(values, Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0))))
     assert "ConnectionError: refused" in told and told.endswith("(asked 3 times)") and reward.calls == 3
-    tally = Tally()
-    rule = RewardRule(on_error=Retry(retry=1, wait=0, then="skip"))
-    assert values(Composed(choking("a", "ccc"), rule), tally) == [None, 2, None, 4] and tally.failed == {"mine": 2}
+    assert skipped(choking("a", "ccc"), Retry(retry=1, wait=0, then="skip")) == ([None, 2, None, 4], {"mine": 2})
 
 
 def test_waits_double(monkeypatch):

@@ -12,7 +12,6 @@ import flowgrpo
 from flowgrpo import rewards
 from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.shaping import WinRate, to_win_rates
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.rewards.pairwise import Pairing, held_out_rewards, pairing, require
 from flowgrpo.run import align
@@ -74,14 +73,12 @@ def test_pairs_by_seed_and_win_rates_by_hand():
     (8, 3, "expected 4"), (5, 7, "expected 5 or 10"), (5, 4, "expected 5"), (12, 65, "expected 60 or 66")])
 def test_a_cap_that_is_not_regular_is_refused_with_the_nearest(group, comparisons, told):
     refused(f"{told}$", Pairing(comparisons=comparisons).pairs, group, error=ValueError)
-    with pytest.raises(UserError, match="^judge 'mine': comparisons is"):
-        require({"mine": SimpleNamespace(pairwise=Pairing(comparisons=comparisons))}, group)
+    judge = SimpleNamespace(pairwise=Pairing(comparisons=comparisons))
+    refused("^judge 'mine': comparisons is", require, {"mine": judge}, group)
     assert "comparisons is 0, expected 1 or more" in message(Pairing, comparisons=0, error=ValueError)
 
 
 # --- win rates -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("group", [2, 5, 8])
 def test_win_rates_of_all_pairs_sum_to_half_the_group(group):
     noise = torch.Generator().manual_seed(0)
@@ -129,8 +126,8 @@ def test_judges_see_pairs_and_take_their_arguments():
     found = rewards.score({"mine": judge}, pictures, ["a", "a", "b", "b"], [{"n": 1}] * 2 + [{"n": 2}] * 2, 2)
     assert found[:, 0].tolist() == [0, 1, 0, 1]
     assert seen == [((1, 3, 2, 2), (1, 3, 2, 2), [name], [{"n": n}]) for name, n in (("a", 1), ("b", 2))]
-    with pytest.raises(UserError, match="judge 'mine' takes .*: expected \\(first, second, prompts, metadata\\)"):
-        rewards.score({"mine": marked(lambda images: [1])}, [1, 2], ["a", "a"], [{}, {}], 2)
+    refused(r"judge 'mine' takes .*: expected \(first, second, prompts, metadata\)", rewards.score,
+            {"mine": marked(lambda images: [1])}, [1, 2], ["a", "a"], [{}, {}], 2)
 
 
 def test_judges_are_called_in_parts_and_by_name():
@@ -222,8 +219,8 @@ def test_a_run_with_a_judge_measures_another_reward(tmp_path):
     settings = dict(prompts=tiny.PROMPTS, method="pref_grpo", output=str(tmp_path), tracker="none", device="cpu",
                     held_out=0.3, image={"call": tiny.CALL}, adapter={"rank": 2}, seed=1,
                     train={"epochs": 1, "prompts": 2, "group": 4, "micro_batch": 4, "steps": 4})
-    with pytest.raises(UserError, match="reward 'redder' compares the samples of a group, and a held-out evaluation"):
-        align(tiny.sd3(), redder, **settings)
+    refused("reward 'redder' compares the samples of a group, and a held-out evaluation", align, tiny.sd3(), redder,
+            **settings)
     flowgrpo.reward("test_red")(tiny.red)
     summary = align(tiny.sd3(), redder, **settings, eval={"steps": 2, "prompts": 2, "grid": 1, "rewards": ["test_red"]})
     assert summary["before"].keys() == {"test_red"} and summary["rewards"]["measured"] == ["test_red"]
