@@ -20,22 +20,20 @@ from flowgrpo.types import Context, RewardColumns
 from tests.helpers import loop, tiny
 from tests.helpers.refusals import message, refused
 
-PROMPTS = ["a cat"] * 4
-
 
 def larger(first, second, prompts):
     """A judge of numbers: the larger one wins."""
     return [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(first, second)]
 
 
-def judged(function, outputs, group: int, how: Pairing = Pairing(), prompts=None) -> list[float]:
+def judged(function, outputs, group: int, how: Pairing = Pairing()) -> list[float]:
     """The win rates of outputs in groups of the given size."""
     @functools.wraps(function)
     def judge(*arguments):
         return function(*arguments)
     judge.pairwise = how
-    names = prompts or ["a cat"] * len(outputs)
-    return rewards.score({"mine": judge}, outputs, names, [{}] * len(outputs), group)[:, 0].tolist()
+    count = len(outputs)
+    return rewards.score({"mine": judge}, outputs, ["a cat"] * count, [{}] * count, group)[:, 0].tolist()
 
 
 # --- who meets whom --------------------------------------------------------------------------------------------------

@@ -48,6 +48,9 @@ from tests.rewards.test_combine import GREEN, RED
     ("geneval", {"detector": len, "colours": "hue"}, "colours is 'hue' and clip {}, expected pixels or clip"),
     ("geneval", {"detector": len, "colours": "pixels", "clip": {"model": "x"}},
      "arguments in clip only for the latter"),
+    *(("palette", {"colours": wrong}, f"got the colour {said}, expected colours such as '#ff8800'") for wrong, said in (
+        (["red"], "'red'"), ([5], "5"), (["#ff880"], "'#ff880'"), ("#ff8800", "'#'"), ([], "''"))),
+    ("palette", {"colours": ["#000000"], "tolerance": 0}, "tolerance is 0, expected above 0"),
     ("ocr", {"score": "exat"}, "reward 'ocr': score is 'exat', expected edit, exact, partial"),
     ("frames", {"reward": RED, "frames": "max"}, "frames is 'max' and every 1, expected mean or min and 1 or more"),
     *(("frames", {"reward": name}, f"'{name}' is no reward of single images: choose one that is")

@@ -85,9 +85,14 @@ def test_objects_are_called_without_a_gradient():
     (None, "returned None: expected 3 numbers"),
     (0.5, "returned 0.5: expected 3 numbers"),
     ({"a": 1, "b": 2, "c": 3}, "returned {'a': 1, 'b': 2, 'c': 3}: expected 3 numbers"),
-    ("abc", "returned 'abc': expected 3 numbers")])
-def test_what_is_no_score_is_told(value, told):
-    assert told in message(column, returning(value))
+    ("abc", "returned 'abc': expected 3 numbers"),
+    *((odd, "reward 'mine' returned ") for odd in (
+        torch.zeros(3, device="meta"), [0.5, 0.5, torch.zeros((), device="meta")], torch.zeros(3).to_sparse(),
+        [10**400, 1.0, 1.0], [10**5000, 1.0, 1.0], type("Counted", (), {"__len__": lambda self: 3})(), {1.0, 2.0, 3.0},
+        torch.zeros(3, dtype=torch.complex64), [[1.0], [2.0], [3.0]], iter([1.0, 2.0, 3.0])))])
+def test_what_holds_no_numbers_is_one_line_that_names_the_reward(value, told):
+    said = message(column, returning(value))
+    assert told in said and said.startswith("reward 'mine' returned ") and "expected" in said and len(said) < 400
 
 
 def test_errors_of_rewards():
@@ -405,16 +410,6 @@ def test_the_images_of_a_run_are_those_that_were_drawn():
     assert torch.equal(found[..., 1], expected[..., 0]) and expected.mean() > 0
     [ours, theirs] = ([kept[3] for kept in each.scoring.extremes.best] for each in (whole, spoilt))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("answer", [
-    torch.zeros(3, device="meta"), [0.5, 0.5, torch.zeros((), device="meta")],
-    torch.zeros(3).to_sparse(), [10**400, 1.0, 1.0], [10**5000, 1.0, 1.0],
-    type("Counted", (), {"__len__": lambda self: 3})(), {1.0, 2.0, 3.0}, torch.zeros(3, dtype=torch.complex64),
-    [[1.0], [2.0], [3.0]], iter([1.0, 2.0, 3.0])])
-def test_what_holds_no_numbers_is_one_line_that_names_the_reward(answer):
-    told = message(column, returning(answer))
-    assert told.startswith("reward 'mine' returned ") and "expected" in told and len(told) < 400
 
 
 MASKED = np.ma.masked_array([0.25, 0.75, 0.5], mask=[True, False, False])

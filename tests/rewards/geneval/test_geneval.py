@@ -48,6 +48,8 @@ def painted(*boxes) -> torch.Tensor:
 ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
 TWO = {"tag": "two_object", "include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1}]}
 THREE = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}]}
+LEFT = {"tag": "position", "include": [{"class": "dog", "count": 1},
+                                       {"class": "cat", "count": 1, "position": ["left of", 0]}]}
 
 
 @pytest.mark.parametrize("wanted, found, strict, graded", [
@@ -64,8 +66,17 @@ THREE = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude"
     (THREE, [seen("dog")] * 4, 0, 2 / 3),
     (THREE, [seen("dog")] * 9, 0, 0),  # never below 0
     (THREE, [seen("dog")] * 3 + [seen("dog", 0.89)], 1, 1),  # counted from 0.9 on
-    (THREE, [seen("dog")] * 2 + [seen("dog", 0.89)], 0, 2 / 3)])
-def test_counts(wanted, found, strict, graded):
+    (THREE, [seen("dog")] * 2 + [seen("dog", 0.89)], 0, 2 / 3),
+    (LEFT, [seen("dog", box=(40, 0, 50, 10)), seen("cat", box=(0, 0, 10, 10))], 1, 1),
+    (LEFT, [seen("dog", box=(0, 0, 10, 10)), seen("cat", box=(40, 0, 50, 10))], 0, 2 / 3),
+    (LEFT, [seen("cat", box=(0, 0, 10, 10))], 0, 1 / 3),  # no target: neither dog nor place
+    (LEFT, [seen("dog", box=(40, 0, 50, 10))], 0, 1 / 3),
+    # The surest cat is looked at: the right one here, the wrong one there.
+    (LEFT, [seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.6, (50, 0, 60, 10)), seen("cat", 0.9, (0, 0, 10, 10))],
+     1, 1 / 3),
+    (LEFT, [seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.9, (50, 0, 60, 10)), seen("cat", 0.6, (0, 0, 10, 10))],
+     0, 1 / 3)])
+def test_counts_and_places(wanted, found, strict, graded):
     assert judged(found, wanted) == strict
     assert judged(found, wanted, "graded") == pytest.approx(graded, abs=1e-7)
 
@@ -101,24 +112,6 @@ def test_sizes_colours_and_counts_of_objects():
 def test_relations(centre, expected):
     x, y = centre
     assert relations((x - 5, y - 5, x + 5, y + 5), (-5, -5, 5, 5)) == expected
-
-
-LEFT = {"tag": "position", "include": [{"class": "dog", "count": 1},
-                                       {"class": "cat", "count": 1, "position": ["left of", 0]}]}
-
-
-@pytest.mark.parametrize("found, strict, graded", [
-    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", box=(0, 0, 10, 10))], 1, 1),
-    ([seen("dog", box=(0, 0, 10, 10)), seen("cat", box=(40, 0, 50, 10))], 0, 2 / 3),
-    ([seen("cat", box=(0, 0, 10, 10))], 0, 1 / 3),  # no target: neither dog nor place
-    ([seen("dog", box=(40, 0, 50, 10))], 0, 1 / 3),
-    # The surest cat is looked at: the right one here, the wrong one there.
-    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.6, (50, 0, 60, 10)), seen("cat", 0.9, (0, 0, 10, 10))], 1, 1 / 3),
-    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.9, (50, 0, 60, 10)), seen("cat", 0.6, (0, 0, 10, 10))], 0, 1 / 3),
-])
-def test_places(found, strict, graded):
-    assert judged(found, LEFT) == strict
-    assert judged(found, LEFT, "graded") == pytest.approx(graded, abs=1e-7)
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------
