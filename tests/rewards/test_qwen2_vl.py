@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torchvision.transforms.functional import InterpolationMode, resize
 
 from flowgrpo.cli import main
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import qwen2_vl, released_text
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
@@ -212,8 +211,7 @@ def test_the_instruction_is_read_from_the_package_and_nothing_is_run(tmp_path, m
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(UserError, match="pip install --no-deps hpsv3, or give it as args: {instruction: FILE}"):
-        qwen2_vl.hpsv3_instruction(None)
+    refused("pip install --no-deps hpsv3, or give it as args: {instruction: FILE}", qwen2_vl.hpsv3_instruction, None)
 
 
 def three_expected(videos, clip: torch.Tensor, prompt: str) -> list[float]:
