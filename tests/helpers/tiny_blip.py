@@ -4,8 +4,7 @@ import torch
 
 from flowgrpo.rewards import image_reward
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-
-PROMPTS = ["a red cube", "two dogs", "a cat on a mat , sleeping", "two dogs", "a blue ball"]
+from tests.helpers.tiny_scorers import PROMPTS
 
 
 def pictures(count: int, seed: int = 0) -> torch.Tensor:
@@ -27,7 +26,7 @@ def word_tokenizer(template: str, marks: list[str], words: list[str]):
     known = {word: i for i, word in enumerate([*marks, *words])}
     core = Tokenizer(models.WordLevel(known, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    used = [(mark, known[mark]) for mark in marks if mark in template.split()]
+    used = [(word, known[word]) for word in template.split() if word in known]
     core.post_processor = processors.TemplateProcessing(template, special_tokens=used)
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=marks[0], unk_token="?")
 

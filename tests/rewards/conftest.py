@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_blip import WORDS, word_tokenizer
-from tests.helpers.tiny_scorers import PROMPTS, TINY
+from tests.helpers.tiny_scorers import TINY
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +25,12 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pick(tmp_path_factory):
     """A tiny CLIP of transformers and a tokenizer, both as folders."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
-    words = ["<pad>", "<s>", "?", *sorted({word for prompt in PROMPTS for word in prompt.split()}), "</s>"]
-    end = len(words) - 1
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", end)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                        unk_token="?")
+    from transformers import CLIPConfig, CLIPModel
+    tokenizer = word_tokenizer("<s> $A </s>", ["<pad>", "<s>", "?"], [*WORDS, "</s>"])
+    end = len(tokenizer) - 1
     layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(
-        text_config={**layers, "vocab_size": len(words), "max_position_embeddings": 12, "bos_token_id": 1,
+        text_config={**layers, "vocab_size": end + 1, "max_position_embeddings": 12, "bos_token_id": 1,
                      "eos_token_id": end, "pad_token_id": 0, "projection_dim": 8, "initializer_range": 0.2},
         vision_config={**layers, "image_size": 32, "patch_size": 8, "projection_dim": 8, "initializer_range": 0.2},
         projection_dim=8, logit_scale_init_value=1.7)

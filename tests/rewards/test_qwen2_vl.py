@@ -22,6 +22,7 @@ from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said, shades
 from tests.helpers.pickles import Command
 from tests.helpers.refusals import refused
 from tests.helpers.servers import running
+from tests.helpers.tiny_blip import word_tokenizer
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
@@ -42,9 +43,7 @@ def pictures(height: int, width: int) -> torch.Tensor:
 
 def saved_base(folder, text: str, chat: str, tokens: int, seed: int):
     """Write the base model's configuration and processor; return the words, and a model with further tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
-        PreTrainedTokenizerFast,
         Qwen2VLConfig,
         Qwen2VLForConditionalGeneration,
         Qwen2VLImageProcessor,
@@ -53,9 +52,7 @@ def saved_base(folder, text: str, chat: str, tokens: int, seed: int):
     )
     words = [*SPECIAL, "?", *sorted({word for line in (*PROMPTS, text, "user assistant") for word in line.split()
                                      if not word.startswith("<")})]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], unk_token="?")
+    tokenizer = word_tokenizer("$A", words, [])
     tokenizer.add_tokens(SPECIAL, special_tokens=True)
     Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(),
                      chat_template=chat).save_pretrained(folder)
@@ -421,10 +418,9 @@ def test_unified_reward_pairs_show_images_without_labels(released):
 
 
 def test_videoalign_reads_the_whole_instruction_in_the_chat_template(released):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
     fetch("videoalign", released)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
+    tokenizer = word_tokenizer("$A", ["?"], [])
     tokenizer.add_tokens([*SPECIAL, *MARKS], special_tokens=True)
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=CHAT)
     reward = VideoReward(device="cpu", parts=(torch.nn.Identity(), torch.nn.Identity(), processor, {}))
