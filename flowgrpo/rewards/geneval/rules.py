@@ -112,7 +112,7 @@ class GenEval:
         assert callable(self.detector)  # found by its name at the start
         judge = getattr(self, self.score)
         detected = [[Detection(*one) for one in image] for image in self.detector(images[rows])]
-        scores = {i: judge(image, detections, metadata[i])
+        scores = {i: judge(image, self.objects(detections, metadata[i].get("tag")), metadata[i])
                   for i, image, detections in zip(rows, eight_bit(images[rows]), detected)}
         return [scores.get(i) for i in range(len(prompts))]
 
@@ -125,9 +125,8 @@ class GenEval:
                 kept[detection.label].append(detection)
         return kept
 
-    def strict(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
-        """1 if an image, bytes [H, W, 3], meets every clause of its metadata, else 0."""
-        objects = self.objects(detections, metadata.get("tag"))
+    def strict(self, image: np.ndarray, objects: dict[str, list[Detection]], metadata: dict[str, Any]) -> float:
+        """1 if an image, bytes [H, W, 3], with these `objects` meets every clause of its metadata, else 0."""
         matched: list[list[Detection] | None] = []
         for clause in metadata["include"]:
             those = objects[clause["class"]][:clause["count"]]
@@ -136,13 +135,12 @@ class GenEval:
         excluded = any(len(objects[clause["class"]]) >= clause["count"] for clause in metadata.get("exclude", ()))
         return float(not excluded and None not in matched)
 
-    def graded(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+    def graded(self, image: np.ndarray, objects: dict[str, list[Detection]], metadata: dict[str, Any]) -> float:
         """Mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| / wanted, at least
         0. Its colour and its position give 1 if they and the count are right, else 0.
 
         Too many cost as much as too few; `exclude` is ignored. Flow-GRPO's own reward is `flow_grpo`.
         """
-        objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         credits: list[float] = []
         for clause in metadata["include"]:
@@ -154,14 +152,13 @@ class GenEval:
             matched.append(those if len(those) == count and all(right) else None)
         return sum(credits) / len(credits)
 
-    def flow_grpo(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+    def flow_grpo(self, image: np.ndarray, objects: dict[str, list[Detection]], metadata: dict[str, Any]) -> float:
         """Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
 
         The mean of these credits of the `include` clauses. Number: 1 - |found - wanted| / wanted, which can be below 0;
         if it is wrong, one 0 for colour and position together. Colour: the same of the objects that have it. Position,
         judged if the colours are right: 0 without a target; 1 where it holds; a 0 and a 1 where it does not.
         """
-        objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         credits: list[float] = []
         for clause in metadata["include"]:
