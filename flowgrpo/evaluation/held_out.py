@@ -26,9 +26,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
 from flowgrpo.evaluation.measured import ANEW_SEED, EVAL_SEED, Measured, evenly, halves, measure, readable, spread
-from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, image_prompts, means_of, rows
+from flowgrpo.evaluation.pages.before_after import draw_measured, image_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
-from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.report.snapshots import CHOOSING
 from flowgrpo.evaluation.statistics import ALL, LEAST, Rows, Scores, blind, cells, show
@@ -40,9 +39,6 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.adapters import require_saved
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
-
-NEW_SEEDS = "measured anew on seeds that chose nothing"
-NEW = "measured anew on prompts and seeds that chose nothing"
 
 
 def sides(trainer: Trainer) -> tuple[list[Prompt], list[Prompt]]:
@@ -216,7 +212,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
                              policy.reference)
         trainer.extensions.on_finished(after)
     base, (choosing, reported) = base.beside(after), sides(trainer)
-    anew = None if not progress.best.anew else NEW_SEEDS if choosing == reported else NEW
+    anew = f"measured anew on {'prompts and ' * (choosing != reported)}seeds that chose nothing" \
+        if progress.best.anew else None
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "lost": sum(after.lost), "samples": config.eval.samples,
@@ -249,7 +246,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
             brought = image_files.save_sources(folder, of, base.images)
             if not isinstance(after.images, list):
                 image_files.save_rows(folder / "after", after.images, after.fps)
-            draw_pairs(folder / "before_after.png", base, after, facts=image_files.facts(
+            draw_measured(folder / "before_after.png", dict(zip(names, (base, after))), image_files.facts(
                 folder, names, of, () if isinstance(after.images, list) else names, brought, model=config.model,
                 seed=seed(trainer, True),
                 call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
@@ -304,8 +301,7 @@ def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> 
                                 trainer.policy.reference, reported=False)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows(measured),
-                  means_of([arrays(measured)]), fps=measured.fps)
+        draw_measured(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", {f"epoch {trainer.epoch}": measured})
         snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
     return measured
 

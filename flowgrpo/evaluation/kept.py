@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,16 +132,11 @@ def read(run: Path) -> dict[Path, dict[str, Any]]:
 
 def write(run: Path, found: Mapping[str, Any], base: Measured, worn: Mapping[float, Measured]) -> Path:
     """Write a result to the returned path, with a page: the sibling's images beside those with the LoRA."""
-    from flowgrpo.evaluation.pages.before_after import arrays, means_of, rows
-    from flowgrpo.evaluation.pages.grid import draw_grid
+    from flowgrpo.evaluation.pages.before_after import draw_measured
 
     path = run / FOLDER / (re.sub(r"[^\w.-]+", "_", str(found["name"])) + ".json")
     atomic.make_folder(path.parent)
     atomic.write_text(path, json.dumps(found, indent=2) + "\n")
-    columns = [base, *worn.values()]
-    shown = [replace(of[0], images=[row.images[0] for row in of], scores=[row.scores[0] for row in of])
-             for of in zip(*map(rows, columns))]
-    if shown:
-        names = [str(found["name"]), *(f"with the LoRA at {weight:g}" for weight in worn)]
-        draw_grid(path.with_suffix(".png"), names, shown, means_of([arrays(each) for each in columns]), fps=base.fps)
+    tuned = {f"with the LoRA at {weight:g}": measured for weight, measured in worn.items()}
+    draw_measured(path.with_suffix(".png"), {str(found["name"]): base} | tuned)
     return path

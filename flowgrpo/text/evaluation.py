@@ -12,7 +12,7 @@ from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import draw, images, run_rewards
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.measured import measure, spread
-from flowgrpo.evaluation.pages.before_after import draw_pairs
+from flowgrpo.evaluation.pages.before_after import draw_measured
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.samplers import Texts
 from flowgrpo.policies import loading
@@ -75,5 +75,5 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     base, after = (measure(load(config, lora), chosen, functions, steps=0, guidance=config.eval.guidance, samples=1,
                            micro_batch=config.train.rows, keep=len(chosen), title=title)
                    for lora, title in ((None, "base"), (run, "tuned")))
-    draw_pairs(output, base, after)
+    draw_measured(output, {"before": base, "after": after})
     return output

@@ -1,4 +1,4 @@
-"""Before/after rows of a page: pairs of samples with their captions."""
+"""Rows of a page: samples of several measurements side by side, with their scores."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,13 +47,14 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
     return torch.cat(columns, 1)
 
 
-def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after"),
-               facts: Mapping[str, str] | None = None) -> None:
-    """Write the grid page: base and tuned images of the same prompts and seeds, with their scores, and the means of
-    all measured prompts. facts: text chunks of the PNG."""
-    pairs = [replace(old, images=[*old.images, *new.images], scores=[*old.scores, *new.scores])
-             for old, new in zip(rows(base), rows(after))]
-    draw_grid(path, names, pairs, means_of([arrays(base), arrays(after)]), facts, after.fps)
+def draw_measured(path: Path, columns: Mapping[str, Measured], facts: Mapping[str, str] | None = None) -> None:
+    """Write the grid page: a column for each measurement of the same prompts and seeds, with its scores, and the means
+    of all measured prompts; no page without an image. facts: text chunks of the PNG."""
+    measured = [*columns.values()]
+    shown = [replace(of[0], images=[row.images[0] for row in of], scores=[row.scores[0] for row in of])
+             for of in zip(*map(rows, measured))]
+    if shown:
+        draw_grid(path, [*columns], shown, means_of([arrays(each) for each in measured]), facts, measured[0].fps)
 
 
 def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:

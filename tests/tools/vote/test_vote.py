@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import image_files
 from flowgrpo.evaluation.measured import Measured
-from flowgrpo.evaluation.pages.before_after import draw_pairs
+from flowgrpo.evaluation.pages.before_after import draw_measured
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.tools.learned_rewards import training as reward_training
@@ -217,8 +217,8 @@ def test_a_page_of_images_names_its_columns_and_tasks(tmp_path):
     file = tmp_path / "grid.png"
     kept = image_files.save_columns(file, ("base", "epoch 40"), [base.images, after.images])
     assert kept == ["grid/0-base", "grid/1-epoch-40"]
-    draw_pairs(file, base, after, ("base", "epoch 40"),
-               image_files.facts(tmp_path, ("base", "epoch 40"), prompts, kept))
+    draw_measured(file, {"base": base, "epoch 40": after},
+                  image_files.facts(tmp_path, ("base", "epoch 40"), prompts, kept))
     listed, names = pairs([file])
     assert names == ("base", "epoch 40") and [each.category for each in listed] == ["few"] * 3 + ["many"] * 3
     assert Image.open(listed[5].b).getpixel((0, 0)) == (204, 204, 204) and listed[5].prompt == "prompt 5"
@@ -243,8 +243,8 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     brought = image_files.save_sources(file, prompts, base)
     assert brought == [["grid/source/000-image.png"], ["grid/source/001-image.png"]]
     measured = Measured(prompts, {}, base)
-    draw_pairs(file, measured, measured, ("base", "tuned"),
-               image_files.facts(tmp_path, ("base", "tuned"), prompts, kept, [["../x.png", *brought[0]], brought[1]]))
+    draw_measured(file, {"base": measured, "tuned": measured}, image_files.facts(
+        tmp_path, ("base", "tuned"), prompts, kept, [["../x.png", *brought[0]], brought[1]]))
     listed, names = pairs([file])
     assert [[source.name for source in each.sources] for each in listed] == [["000-image.png"], ["001-image.png"]]
     ballot = Ballot(listed, names, tmp_path / "pairs.jsonl")
