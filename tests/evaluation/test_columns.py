@@ -16,7 +16,6 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.cli.draw import ColumnKind
 from flowgrpo.data import prompts, sets
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns, evaluate, images, samplers
 from flowgrpo.evaluation.columns import write_page, write_table
 from flowgrpo.evaluation.pages import grid
@@ -33,7 +32,7 @@ from tests.evaluation.pages.test_grid import area, flat
 from tests.evaluation.test_images import make_run, pixels
 from tests.helpers import tiny
 from tests.helpers import tiny_text as tiny_language
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 from tests.text.test_text_evaluate import SHORT, finished, save
 
 
@@ -192,17 +191,17 @@ def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, mode
     ("seeds", ["1.5"], "got '1.5' in --values, expected whole numbers"),
     ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up")])
 def test_values_that_are_not_of_the_kind_are_told(runs, tmp_path, kind, values, told):
-    assert re.search(told, message(columns.columns, runs[0], kind, values, None, 1, 0, tmp_path / "a.png"))
+    refused(told, columns.columns, runs[0], kind, values, None, 1, 0, tmp_path / "a.png")
 
 
 def test_a_run_without_checkpoints_and_one_of_another_model_are_told(runs, tmp_path):
-    with pytest.raises(UserError, match="has none at all; there are: none"):
-        columns.columns(runs[1], "checkpoints", [], None, 1, 0, tmp_path / "a.png")
+    given = None, 1, 0, tmp_path / "a.png"
+    refused("has none at all; there are: none", columns.columns, runs[1], "checkpoints", [], *given)
     other = shutil.copytree(runs[1], tmp_path / "other")
     text = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(re.sub(r"(?m)^model: .*$", "model: starter", text))
-    with pytest.raises(UserError, match="tuned 'starter', but .* expected runs of one model"):
-        columns.columns(runs[0], "runs", [str(other)], None, 1, 0, tmp_path / "a.png")
+    refused("tuned 'starter', but .* expected runs of one model", columns.columns, runs[0], "runs", [str(other)],
+            *given)
 
 
 def test_the_command_line_writes_both_and_knows_every_kind(runs, tmp_path, capsys):
@@ -311,8 +310,7 @@ def test_runs_and_seeds(run, tmp_path):
 
 
 def test_what_is_of_denoisers_is_told(run, tmp_path, capsys):
-    with pytest.raises(UserError, match="--columns steps: is of denoisers"):
-        columns.columns(run, "steps", ["3"], None, 2, 0, tmp_path / "page.png")
+    refused("--columns steps: is of denoisers", columns.columns, run, "steps", ["3"], None, 2, 0, tmp_path / "page.png")
     assert main(["compare", "grid", str(run), "--columns", "seeds", "--values", "1,2", "--count", "1", "--trust-run",
                  "--output", str(tmp_path / "one.png")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "one.md"), str(tmp_path / "one.html")]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowgrpo.contrib.phases import Phases
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.held_out import measurement_settings
 from flowgrpo.evaluation.samplers import call_arguments
 from flowgrpo.methods import keys_read
@@ -15,6 +14,7 @@ from flowgrpo.policies.pipelines.frames import clips_of, require_made
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.dry_run.estimate import dry_run
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
+from tests.helpers.refusals import refused
 
 WAN = "WanPipeline"
 
@@ -75,22 +75,21 @@ def test_a_policy_has_its_frames_again_and_the_base_is_measured_again(tmp_path):
     ("StableDiffusion3Pipeline", 5, "StableDiffusion3Pipeline takes no number of frames: leave it out")])
 def test_frames_that_a_pipeline_does_not_take_are_refused(name, count, told, tmp_path):
     pipe = tiny.sd3() if name.startswith("Stable") else make(name)[0]
-    with pytest.raises(UserError, match=told):
-        options.check_frames(loop.setup(settings(tmp_path, count), "pipeline", loaded=pipe))
+    refused(told, options.check_frames, loop.setup(settings(tmp_path, count), "pipeline", loaded=pipe))
 
 
 def test_clips_beyond_the_limits_and_counts_that_only_clips_show_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"eval.frames is 60000, whose clips have [\d,]+ pixels: expected 268,435,456"):
-        large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
-        options.check_frames(loop.setup(large, "pipeline"))
-    with pytest.raises(UserError, match="eval.frames is set, which is about denoisers"):
-        keys_read.require_kind(tiny_text.config(eval__frames=3), "causal_lm")
+    large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
+    refused(r"eval.frames is 60000, whose clips have [\d,]+ pixels: expected 268,435,456", options.check_frames,
+            loop.setup(large, "pipeline"))
+    refused("eval.frames is set, which is about denoisers", keys_read.require_kind, tiny_text.config(eval__frames=3),
+            "causal_lm")
     make(WAN)[0].save_pretrained(tmp_path / "wan")
-    with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
-        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
-                                                 image__call={}), "pipeline"))
-    with pytest.raises(UserError, match="image.frames is 8, but object makes clips of 9 frames: expected 9"):
-        require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
+    own = settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4, image__call={})
+    refused("image.frames is 4, but WanPipeline takes 1 more than a multiple of 2", options.check_frames,
+            loop.setup(own, "pipeline"))
+    refused("image.frames is 8, but object makes clips of 9 frames: expected 9", require_made, 8,
+            torch.zeros(1, 9, 3, 4, 4), object())
     require_made(9, torch.zeros(1, 9, 3, 4, 4), object())
 
 
@@ -131,8 +130,6 @@ def test_the_cost_of_an_evaluation_is_that_of_its_steps(tmp_path):
 def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expected, tmp_path):
     pipe = make(name)[0]
     for keys in ({"image__frames": count, "image__call": {}}, {"image__call": {"num_frames": count}}):
-        with pytest.raises(UserError, match=expected):
-            options.check_frames(loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
-    with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
-        phases = [{"at": 0.5, "set": {"image.frames": count}}]
-        Phases.require_model(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
+        refused(expected, options.check_frames, loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
+    later = settings(tmp_path, None, phases=[{"at": 0.5, "set": {"image.frames": count}}])
+    refused(r"phases\[0\].set " + expected, Phases.require_model, loop.setup(later, "pipeline", loaded=pipe))

@@ -14,7 +14,6 @@ from flowgrpo.cli.options import parse_rewards
 from flowgrpo.config import load, validate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.suites import load_suite
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.findings import count_trained, notes
@@ -23,6 +22,7 @@ from flowgrpo.storage.json_files import finite
 from flowgrpo.user_code import forget_changed
 from tests.evaluation.test_images import make_run, stock
 from tests.helpers.forked import Forked
+from tests.helpers.refusals import only_line, refused
 
 SUITE = [("a dog", "animals"), ("a cat", "animals"), ("a hat", "things"), ("a cup", "things"), ("fog", "weather")]
 DARK = "def dark(images, prompts):\n    return (1 - images.flatten(1).mean(1)).tolist()\n"
@@ -200,8 +200,7 @@ def test_a_damaged_image_is_told_and_drawn_again_once_it_is_removed(found, world
     whole = file.read_bytes()
     for damaged in (whole[:len(whole) // 2], b"", b"no image"):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"00002-01.png is damaged \(.+\): remove it, and the same command"):
-            evaluate(**given)
+        refused(r"00002-01.png is damaged \(.+\): remove it, and the same command", evaluate, **given)
     file.unlink()
     again = evaluate(**given)
     assert file.read_bytes() == whole and again["arms"]["tuned"][names[0]] == results["arms"]["tuned"][names[0]]
@@ -210,19 +209,16 @@ def test_a_damaged_image_is_told_and_drawn_again_once_it_is_removed(found, world
 @pytest.mark.parametrize("text", ["{", "[]", '{"rewards": 3}', ""])
 def test_damaged_settings_are_told(world, tmp_path, capsys, text):
     (tmp_path / "settings.json").write_text(text)
-    code = main(["eval", str(world / "run"), "--suite", str(world / "suite.jsonl"), "--trust-run",
-                 "--output", str(tmp_path)])
-    said = capsys.readouterr().err
-    assert code == 2 and said.count("\n") == 1 and "settings.json is damaged" in said and "another --output" in said
+    said = only_line(capsys, "eval", world / "run", f"--suite={world}/suite.jsonl", "--trust-run", "--output", tmp_path)
+    assert "settings.json is damaged" in said and "another --output" in said
 
 
 @pytest.mark.parametrize("change, told", [
     ({"seed": 1}, "an evaluation with another seed .0, now 1.: give another --output"),
     ({"steps": 3}, "another call"), ({"samples": 3}, "another samples")])
 def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
-    with pytest.raises(UserError, match=told):
-        evaluate(str(world / "run"), str(world / "suite.jsonl"), found[1], found[2],
-                 **{"base": True, "samples": 2} | change)
+    refused(told, evaluate, str(world / "run"), str(world / "suite.jsonl"), found[1], found[2],
+            **{"base": True, "samples": 2} | change)
 
 
 @pytest.mark.parametrize("options, told", [
@@ -233,8 +229,7 @@ def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
     ({"names": ["diversity"]}, "'diversity' compares the samples of a group")])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": ["sharpness"]} | options
-    with pytest.raises(UserError, match=told):
-        evaluate(output=tmp_path / "out", **given)
+    refused(told, evaluate, output=tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 
 
@@ -260,8 +255,7 @@ def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_pat
 def test_a_broken_file_of_rewards_is_told(tmp_path, text, told):
     if text is not None:
         (tmp_path / "rules.yaml").write_text(text)
-    with pytest.raises(UserError, match=told):
-        parse_rewards(str(tmp_path / "rules.yaml"))
+    refused(told, parse_rewards, str(tmp_path / "rules.yaml"))
 
 
 def launch(arguments: list[str]) -> list[Forked]:

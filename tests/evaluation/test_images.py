@@ -1,6 +1,5 @@
 """Images from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
 
-import re
 import shutil
 
 import numpy as np
@@ -16,7 +15,6 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns, images, samplers
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
@@ -30,7 +28,7 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.tools.check.report import report
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 
 BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"
 
@@ -85,8 +83,8 @@ def test_names_of_files(tmp_path, model):
         assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / name) == [tmp_path / "in" / name]
     assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / "a.png")[0].name == "a~2.png"
     assert Image.open(tmp_path / "in" / "B.PNG").format == "PNG"
-    with pytest.raises(UserError, match="a.png: is the file of one sample, got 2"):
-        images.sample(str(model), None, ["a", "b"], 1, 0, 1, 1.0, tmp_path / "a.png")
+    refused("a.png: is the file of one sample, got 2", images.sample, str(model), None, ["a", "b"], 1, 0, 1, 1.0,
+            tmp_path / "a.png")
 
 
 def test_a_image_is_the_stock_pipelines_with_its_own_steps_and_guidance_where_none_are_given(tmp_path, model):
@@ -197,10 +195,9 @@ def test_missing_runs_and_endless_prompts(tmp_path, model):
     assert "is not a run: it has no config.yaml" in message(columns.grid, tmp_path, None, 1, 0, tmp_path / "g.png")
     run = make_run(tmp_path / "run", model, 0.1)
     (run / LORA_FILE).unlink()
-    with pytest.raises(UserError, match="no weights at .* the run has not finished: --resume it"):
-        columns.grid(run, None, 1, 0, tmp_path / "g.png")
-    with pytest.raises(UserError, match="a prompt of 20,001 characters, expected 20,000 at most"):
-        images.sample(str(model), None, ["a" * 20_001], 1, 0, 1, 1.0, tmp_path / "out")
+    refused("no weights at .* the run has not finished: --resume it", columns.grid, run, None, 1, 0, tmp_path / "g.png")
+    refused("a prompt of 20,001 characters, expected 20,000 at most", images.sample, str(model), None, ["a" * 20_001],
+            1, 0, 1, 1.0, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content, told", [
@@ -213,7 +210,7 @@ def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
     file = tmp_path / "some.safetensors"
     if content:
         save_file({key: torch.zeros(shape) for key, shape in content.items()}, file)
-    assert re.search(told, message(drawn, tmp_path, model, file))
+    refused(told, drawn, tmp_path, model, file)
 
 
 def test_a_runs_lora_that_does_not_fit_is_told_before_the_model_is_loaded(tmp_path, model):
@@ -244,9 +241,8 @@ def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_pat
     tensors = load_file(run / LORA_FILE)
     save_file({key: torch.zeros(2, 4) if key.endswith("to_q.lora_A.weight") else value
                for key, value in tensors.items()}, run / LORA_FILE)
-    with pytest.raises(UserError, match=r"does not load into StableDiffusion3Pipeline: size mismatch for .*to_q.lora_A"
-                                        r".*, \[2, 4\] in the file and \[2, 16\] in the model; its run was trained on"):
-        loading.load_tuned(load_pipeline(str(model)), run)
+    refused(r"does not load into StableDiffusion3Pipeline: size mismatch for .*to_q.lora_A.*, \[2, 4\] in the file and "
+            r"\[2, 16\] in the model; its run was trained on", loading.load_tuned, load_pipeline(str(model)), run)
 
 
 # --- images to start from ------------------------------------------------------------------------------------------
@@ -285,8 +281,7 @@ def test_a_image_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_
     (["--image", "config.json"], ["config.json cannot be read as an image (it is damaged, or no image)"])])
 def test_a_image_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
     monkeypatch.chdir(moving[0] / "model" / "transformer")
-    assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
+    line = error_line(capsys, "sample", moving[0] / "model", "--prompt", "red", "--output", tmp_path, *options)
     assert all(part in line for part in told)
 
 
@@ -294,15 +289,14 @@ def test_what_a_pipeline_refuses_and_frames_are_one_line(tmp_path):
     pipe, call = pipelines.make("FluxKontextPipeline")
     Image.new("RGB", (1, 1)).save(tmp_path / "one.png")
     asked = {key: value for key, value in call.items() if key != "image"} | {"num_inference_steps": 1}
-    with pytest.raises(UserError, match=r"one.png \(1 x 1 pixels\): FluxKontextPipeline refuses its arguments: Zero"):
-        samplers.draw_one(pipe, Prompt("red", image=str(tmp_path / "one.png")), 0, asked)
-    with pytest.raises(UserError, match="^StableDiffusion3Pipeline refuses its arguments: `height` and `width`"):
-        samplers.draw_one(tiny.sd3(), Prompt("red"), 0, tiny.CALL | {"height": 17, "num_inference_steps": 1})
-    pipe = load_pipeline(str(starter.FOLDERS["starter_video"]))
-    with pytest.raises(UserError, match="^WanPipeline refuses its arguments: RuntimeError: shape .* with its own "
-                                        "number of frames, and image.frames sets another"):
-        samplers.draw_one(pipe, Prompt("red"), 0, {"height": 16, "width": 16, "num_inference_steps": 1})
-    told = report((pipe, {"height": 16, "width": 16}))
+    refused(r"one.png \(1 x 1 pixels\): FluxKontextPipeline refuses its arguments: Zero", samplers.draw_one, pipe,
+            Prompt("red", image=str(tmp_path / "one.png")), 0, asked)
+    refused("^StableDiffusion3Pipeline refuses its arguments: `height` and `width`", samplers.draw_one, tiny.sd3(),
+            Prompt("red"), 0, tiny.CALL | {"height": 17, "num_inference_steps": 1})
+    pipe, size = load_pipeline(str(starter.FOLDERS["starter_video"])), {"height": 16, "width": 16}
+    refused("^WanPipeline refuses its arguments: RuntimeError: shape .* with its own number of frames, and image.frames"
+            " sets another", samplers.draw_one, pipe, Prompt("red"), 0, size | {"num_inference_steps": 1})
+    told = report((pipe, size))
     assert told["supported"] is False and "and image.frames sets another" in told["reason"]
 
 

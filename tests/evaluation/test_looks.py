@@ -30,6 +30,7 @@ from flowgrpo.rewards.starter import scene
 from flowgrpo.starter import scenes
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny, tiny_runs
+from tests.helpers.refusals import error_line
 
 
 def rendered(count: int, seed: int, task: str = "two") -> torch.Tensor:
@@ -287,9 +288,7 @@ def test_what_has_no_distance_is_one_line(options, told, world, tmp_path, capsys
     given = [option.format(network=f"{world}/network.py:features", folder=world) for option in options]
     suite = [] if any(option.startswith("--suite") for option in given) else [f"--suite={world}/suite.txt"]
     reward = f"--rewards={world}/run/bright.py:bright"
-    assert main(["eval", str(world / "run"), reward, f"--output={tmp_path / 'out'}", *suite, *given]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
-    assert told in line
+    assert told in error_line(capsys, "eval", world / "run", reward, f"--output={tmp_path / 'out'}", *suite, *given)
 
 
 POLICY = SimpleNamespace(device=torch.device("cpu"), fps=None)

@@ -15,7 +15,6 @@ from flowgrpo.cli import main
 from flowgrpo.config.schema import Config
 from flowgrpo.data import prompts
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of, columns, image_files, images, samplers
 from flowgrpo.evaluation.images import sample_file as sample
 from flowgrpo.evaluation.plan import Arm, Ledger, Place
@@ -31,7 +30,7 @@ from flowgrpo.tools.check.tiny import make
 from flowgrpo.version import __version__
 from tests.evaluation.test_images import BRIGHT, drawn, make_run, pixels
 from tests.helpers import tiny, tiny_text
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 
 
 def comfy(text: str) -> tuple[str, str, dict[str, str]]:
@@ -251,8 +250,7 @@ def test_the_best_of_images_and_texts(tmp_path):
     best, prompts = best_of.BestOf(3, "scored", scored), [Prompt("a"), Prompt("b")]
     assert best.pick(flat(0.25, 0.75, 0.5, 0.0, 0.0, 0.125), prompts) == [(1, 0.75), (2, 0.125)]
     assert best.pick(flat(0.5, 0.5, 0.25), prompts[:1]) == [(0, 0.5)]
-    with pytest.raises(UserError, match="--by scored: none of the 3 samples of 'a' has a score"):
-        best.pick(flat(0.0, 0.0, 0.0), prompts[:1])
+    refused("--by scored: none of the 3 samples of 'a' has a score", best.pick, flat(0.0, 0.0, 0.0), prompts[:1])
     for each in tiny_text.model():
         each.save_pretrained(tmp_path / "lm")
     (tmp_path / "long.py").write_text("def long(texts, prompts):\n    return [float(len(set(t))) for t in texts]\n")
@@ -306,8 +304,7 @@ def test_one_option_without_the_other_is_refused(count, by, told):
 
 
 def test_a_mistake_is_reported_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(UserError, match="without --by"):
-        images.sample(str(tmp_path / "none"), None, ["a"], 1, 0, 1, 1.0, tmp_path / "out", best_of=2)
+    refused("without --by", images.sample, f"{tmp_path}/none", None, ["a"], 1, 0, 1, 1.0, tmp_path / "out", best_of=2)
 
 
 @pytest.fixture(scope="module")
@@ -357,10 +354,10 @@ def test_eval_judges_for_the_users_prompt(world, written, capsys):
 
 
 def test_a_language_model_takes_none(capsys):
-    assert main(["sample", "starter_text", "--prompt", ASKED[0], "--enhancer", "starter_text"]) == 2
-    assert "--enhancer: rewrites the prompts of a pipeline; leave it out" in capsys.readouterr().err
-    assert main(["eval", "starter_text", "--suite", "starter_text", "--output", "x", "--enhancer", "starter_text"]) == 2
-    assert "--enhancer: is of a denoiser" in capsys.readouterr().err
+    command = ["starter_text", "--enhancer", "starter_text"]
+    assert "--enhancer: rewrites the prompts of a pipeline; leave it out" in error_line(
+        capsys, "sample", *command, "--prompt", ASKED[0])
+    assert "--enhancer: is of a denoiser" in error_line(capsys, "eval", *command, "--suite=starter_text", "--output=x")
 
 
 PROMPTS, SEEDS = [Prompt("a red cube"), Prompt("two dogs")], [3, 4]
@@ -515,8 +512,8 @@ def test_too_little_memory_is_told():
         def __call__(self, prompt, generator, return_dict):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    with pytest.raises(UserError, match="2 images in one call do not fit .*: give a --batch below 2$"):
-        Together().draw(Large(), BATCH[:2], BATCH_SEEDS[:2], {}, "")
+    refused("2 images in one call do not fit .*: give a --batch below 2$", Together().draw, Large(), BATCH[:2],
+            BATCH_SEEDS[:2], {}, "")
 
 
 def test_an_evaluation_in_batches_gives_the_same_images_and_goes_on(tmp_path, capsys):

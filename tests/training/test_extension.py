@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Extensions
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 PUBLIC = {name: value for name, value in vars(Extension).items() if not name.startswith("_")}
 MOMENTS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]  # in the order of an epoch
@@ -125,6 +125,11 @@ def test_a_run_has_what_its_configuration_turns_on_in_their_order():
 
 
 # --- a toy -----------------------------------------------------------------------------------------------------------
+def noted(moment: str) -> Callable[..., None]:
+    """A moment that is recorded with the number that it is given, and does nothing."""
+    return lambda self, *given: self.calls.append(" ".join([moment, *map(str, given)]))
+
+
 class Toy(Extension):
     """Records its moments."""
 
@@ -164,15 +169,6 @@ class Toy(Extension):
         yield from steps
         self.calls.append("end of add_steps")
 
-    def on_backward(self, update: int) -> None:
-        self.calls.append(f"on_backward {update}")
-
-    def on_gradients(self, update: int) -> None:
-        self.calls.append(f"on_gradients {update}")
-
-    def on_stepped(self) -> None:
-        self.calls.append("on_stepped")
-
     def on_trained(self, epoch: Epoch) -> dict[str, Any]:
         self.calls.append("on_trained")
         self.at, self.count = self.trainer.epoch, self.count + 1
@@ -184,8 +180,7 @@ class Toy(Extension):
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self.count, self.at = tensors.get("count", torch.zeros(1)), values.get("at", -1)
 
-    def close(self) -> None:
-        self.calls.append("close")
+    on_backward, on_gradients, on_stepped, close = map(noted, ("on_backward", "on_gradients", "on_stepped", "close"))
 
 
 @pytest.fixture
@@ -241,8 +236,8 @@ def test_a_toy_is_closed_and_checked(table, tmp_path):
     extensions.check(loop.setup(tiny_text.config(train__updates=2), "causal_lm"))
     small = dict(train__group=2, train__micro_batch=2)
     extensions.check(loop.setup(tiny_text.config(**small), "causal_lm"))  # without the toy
-    with pytest.raises(UserError, match="a toy needs more than 2"):
-        extensions.check(loop.setup(tiny_text.config(train__updates=2, **small), "causal_lm"))
+    refused("a toy needs more than 2", extensions.check, loop.setup(
+        tiny_text.config(train__updates=2, **small), "causal_lm"))
 
 
 def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the_settings(table, monkeypatch):
@@ -252,16 +247,14 @@ def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the
     check(train__staleness=1)
     monkeypatch.setattr(Toy, "missing", classmethod(lambda cls, setup: {capabilities.RECORDABLE: "a toy, which melts"}))
     check()
-    with pytest.raises(UserError, match="train.staleness is 1, which does not go with a toy, which melts: leave one"):
-        check(train__staleness=1)
+    refused("train.staleness is 1, which does not go with a toy, which melts: leave one", check, train__staleness=1)
     monkeypatch.setattr(Toy, "needs", frozenset({capabilities.OWN_SAMPLES, capabilities.LORA, capabilities.RECORDABLE}))
     check()  # what it takes itself is no obstacle to it
     assert "the extension Toy is on, which does not go with adapter.rank: 0, which" in message(check, adapter__rank=0)
-    with pytest.raises(UserError, match="parts.replay is GroupReplay, which does not go with a toy, which melts"):
-        check(parts={"replay": {"type": "GroupReplay"}})
+    replay = {"replay": {"type": "GroupReplay"}}
+    refused("parts.replay is GroupReplay, which does not go with a toy, which melts", check, parts=replay)
     monkeypatch.setattr(Toy, "missing", classmethod(lambda cls, setup: {}))
-    with pytest.raises(UserError, match="the extension Toy is on, which does not go with parts.replay, which trains"):
-        check(parts={"replay": {"type": "GroupReplay"}})
+    refused("the extension Toy is on, which does not go with parts.replay, which trains", check, parts=replay)
 
 
 def test_extensions_name_capabilities_that_there_are():

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.errors import UserError
 from flowgrpo.methods import Method, preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.training import sampling
 from flowgrpo.training.first_ratio import FirstRatio
 from tests.helpers import loop, tiny
+from tests.helpers.refusals import refused
 
 
 @pytest.mark.parametrize("surrogate, limit", [
@@ -45,8 +45,8 @@ def shifted(trainer, off: float):
 def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
     trainer = bf16()
     parts, conditioning, taken = shifted(trainer, 0.05)
-    with pytest.raises(UserError, match=r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02"):
-        trainer.first_ratio(parts, conditioning, print)
+    refused(r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02", trainer.first_ratio, parts,
+            conditioning, print)
 
 
 def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
@@ -96,8 +96,7 @@ def test_in_fp32_the_limit_is_a_multiple_of_what_another_batch_size_changes():
 def test_what_is_more_than_that_stops_a_run_in_fp32(share, off):
     """The last one's batches differ by far more than rounding: the limit stays at 1e-4."""
     trainer = tiny.trainer(by_batch(tiny.policy(), share), train__micro_batch=4)
-    with pytest.raises(UserError, match=r"the first \|log ratio\| is .*, expected at most .*: replay and rollout"):
-        checked(trainer, off)
+    refused(r"the first \|log ratio\| is .*, expected at most .*: replay and rollout", checked, trainer, off)
     assert trainer.first_ratio.limit <= 1e-4
 
 

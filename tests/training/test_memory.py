@@ -15,7 +15,6 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import free_memory
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -28,6 +27,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training import memory, state
 from flowgrpo.training.batch_size import choose, measure_estimate, micro_batches
 from tests.helpers import tiny, tiny_runs, tiny_text
+from tests.helpers.refusals import refused
 
 
 def test_parts_of_a_run_by_hand():
@@ -208,8 +208,8 @@ def test_a_run_chooses_tells_writes_and_keeps_it(tmp_path, monkeypatch, capsys):
 def test_free_memory_is_that_of_the_host_and_a_run_without_room_for_one_row_says_so(tmp_path, monkeypatch):
     assert 0 < free_memory("cpu") <= psutil.virtual_memory().total
     leave(monkeypatch, 100_000)  # for the generators of eight samples
-    with pytest.raises(UserError, match="^train.micro_batch 1 with train.checkpointing True takes .* GiB, and 90% of "):
-        trained(tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto"))
+    refused("^train.micro_batch 1 with train.checkpointing True takes .* GiB, and 90% of ", trained,
+            tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto"))
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -288,10 +288,10 @@ def test_a_decoder_without_room_decodes_less_at_once(monkeypatch):
 
 def test_an_evaluation_without_room_draws_less_at_once(tmp_path):
     found = []
-    for size, refused in ((1, False), (4, True)):
+    for size, full in ((1, False), (4, True)):
         made = trainer(train__micro_batch=size, eval__prompts=4, output=str(tmp_path))
         made.held_out = made.prompts[:4]
-        refuse_above(made, 1, lambda refused=refused: refused)
+        refuse_above(made, 1, lambda full=full: full)
         found.append(held_out.measure_side(made, {"red": tiny.red}, "held-out"))
     assert found[0].scores["red"] == pytest.approx(found[1].scores["red"], abs=1e-6)
     assert made.lines == [f"out of memory in the evaluation: train.micro_batch {was} -> {was // 2} from here on"
@@ -301,9 +301,8 @@ def test_an_evaluation_without_room_draws_less_at_once(tmp_path):
 def test_without_room_for_a_single_row_the_run_says_what_to_change():
     made = trainer(train__micro_batch=2)
     refuse_above(made, 0, torch.is_grad_enabled)
-    with pytest.raises(UserError, match="^out of memory in the update with train.micro_batch 1 .CUDA out of memory.* "
-                                        "GiB.: set train.checkpointing: true or another"):
-        made.run_epoch()
+    refused("^out of memory in the update with train.micro_batch 1 .CUDA out of memory.* GiB.: set train.checkpointing:"
+            " true or another", made.run_epoch)
     assert made.lines == ["out of memory in the update: train.micro_batch 2 -> 1 from here on"]
 
 

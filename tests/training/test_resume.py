@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.cli import main
 from flowgrpo.cores import SET_BY_USER
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import atomic, checkpoint, paths
@@ -27,7 +26,7 @@ from flowgrpo.training.endings import save_on_stop
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny, tiny_runs
 from tests.helpers.forked import Forked
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, refused
 
 REWARD = '''
 import os
@@ -232,9 +231,9 @@ def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
 def test_what_a_run_reads_is_not_moved_away_with_an_earlier_one(finished, capsys):
     command, run = finished
     (run / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    assert main([*command, f"--prompts={run}/prompts.txt"]) == 2
-    assert f"prompts is {run}/prompts.txt, in the folder of an earlier run" in capsys.readouterr().err
-    assert main([*command, "--resume", f"--prompts={run}/prompts.txt"]) == 0
+    command.append(f"--prompts={run}/prompts.txt")
+    assert f"prompts is {run}/prompts.txt, in the folder of an earlier run" in error_line(capsys, *command)
+    assert main([*command, "--resume"]) == 0
 
 
 def test_a_run_without_a_whole_epoch_is_not_set_aside(finished, capsys):
@@ -396,8 +395,7 @@ def test_lines_of_epochs_that_come_again_are_dropped_and_a_damaged_last_one_is_s
     assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
     assert list(tmp_path.iterdir()) == [path]
     path.write_text('{"epoch": 1}\n{"epo\n{"epoch": 3}\n')
-    with pytest.raises(UserError, match="metrics.jsonl, line 2: damaged .*: remove that line"):
-        keep_lines(path, 3)
+    refused("metrics.jsonl, line 2: damaged .*: remove that line", keep_lines, path, 3)
     assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
     for last in (b"\0\0\0\xff", b"[3]", b'{"epoch": "three"}'):
         path.write_bytes(b'{"epoch": 1}\n{"epoch": 2}\n' + last + b"\n")

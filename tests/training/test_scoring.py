@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.errors import UserError
 from flowgrpo.rewards.pairwise import held_out_rewards
 from flowgrpo.training.scoring import diversity
 from tests.helpers import tiny, tiny_runs
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def test_the_diversity_of_groups():
@@ -23,10 +22,8 @@ def test_the_diversity_of_groups():
 @pytest.mark.fast
 def test_a_learning_rate_of_1000_ends_the_run_in_one_line(tmp_path, capsys):
     config = tiny.config(tmp_path, train__epochs=5, train__lr=1000.0, train__save_every=1, eval__every=0)
-    with pytest.raises(UserError, match=r"^the updates of epoch 2 have ruined the weights, which changed by "
-                                        r"\S+e\+07 times .* train.lr \(1000\) is too large: begin anew with a "
-                                        r"smaller one$"):
-        tiny_runs.whole(config)
+    refused(r"^the updates of epoch 2 have ruined the weights, which changed by \S+e\+07 times .* train.lr \(1000\) is "
+            r"too large: begin anew with a smaller one$", tiny_runs.whole, config)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "alert, epoch" in line]
     assert line.startswith("alert, epoch 1: the weights have changed by ")
     assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["epoch-00001.damaged"]
@@ -37,9 +34,8 @@ def test_the_last_good_epoch_is_kept_and_named_where_a_later_rate_ruins_the_weig
     options = dict(train__save_every=1, train__keep=2, train__epochs=2)
     tiny_runs.whole(tiny.config(tmp_path, **options))
     config = tiny.config(tmp_path, **options | dict(train__epochs=4, train__lr=1e30))
-    with pytest.raises(UserError, match=r"updates of epoch 3 have ruined .* \(1e\+30\) is too large: --resume with a "
-                                        r"smaller one goes on from epoch 2$"):
-        tiny_runs.whole(config, resume=True)
+    refused(r"updates of epoch 3 have ruined .* \(1e\+30\) is too large: --resume with a smaller one goes on from epoch"
+            " 2$", tiny_runs.whole, config, resume=True)
     assert sorted(path.name for path in (config.folder / "checkpoints").iterdir()) == ["epoch-00001", "epoch-00002"]
 
 
@@ -53,9 +49,8 @@ def test_samples_that_are_not_finite_stop_the_run_before_a_reward(part, told, tm
     def tolerant(images, prompts):
         seen.append(images.isfinite().all())
         return images[:, 0].mean((1, 2)).nan_to_num(0.5)
-    with pytest.raises(UserError, match=r"^the sample of the prompt '\w+' holds NaN or an infinity, and no reward has "
-                                        r"seen it: " + told):
-        tiny_runs.whole(tiny.config(tmp_path), {"red": tolerant}, pipe=pipe)
+    refused(r"^the sample of the prompt '\w+' holds NaN or an infinity, and no reward has seen it: " + told,
+            tiny_runs.whole, tiny.config(tmp_path), {"red": tolerant}, pipe=pipe)
     assert all(seen)
 
 
@@ -75,10 +70,9 @@ def test_a_reward_that_no_longer_answers_ends_the_run_with_its_epochs_saved(epoc
         assert "RuntimeError: no answer" in said
         assert "gone gave no score in 2 epochs" in capsys.readouterr().out
         return
-    with pytest.raises(UserError, match=r"^reward 'gone' has failed on every sample of 2 epochs in a row, .*--resume; "
-                                        r"--guard.unscored=0 goes on without its scores \(its last error: "
-                                        r"reward 'gone' raised .*: RuntimeError: no answer"):
-        tiny_runs.whole(config, {"red": tiny.red, "gone": gone})
+    refused(r"^reward 'gone' has failed on every sample of 2 epochs in a row, .*--resume; --guard.unscored=0 goes on "
+            r"without its scores \(its last error: reward 'gone' raised .*: RuntimeError: no answer", tiny_runs.whole,
+            config, {"red": tiny.red, "gone": gone})
     assert "epoch 2 is saved in " in capsys.readouterr().out
     tiny_runs.whole(config, {"red": tiny.red, "gone": tiny.red}, resume=True)
 
@@ -122,9 +116,8 @@ def test_what_cannot_be_measured_is_refused_with_the_ways_out():
         return [1.0] * len(first)
     assert held_out_rewards({"g": grouped}, {}, 2) == {"g": grouped}
     assert held_out_rewards({"p": pairs}, {"g": grouped}, 2) == {"g": grouped}
-    with pytest.raises(UserError, match="no groups: expected .* one image at a time, eval.samples of 2 or more, which "
-                                        "are then a group, or eval.prompts: 0 for no evaluation$"):
-        held_out_rewards({"g": grouped}, {})
+    refused("no groups: expected .* one image at a time, eval.samples of 2 or more, which are then a group, or "
+            "eval.prompts: 0 for no evaluation$", held_out_rewards, {"g": grouped}, {})
     assert message(held_out_rewards, {}, {"p": pairs}, 2).endswith("one image at a time")
 
 

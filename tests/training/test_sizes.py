@@ -1,7 +1,6 @@
 """Several sizes of images in one run: one per group, drawn by the seed, and each with its grid."""
 
 import collections
-import re
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ from safetensors.torch import load_file
 
 from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.rollouts.denoising import draw_sizes
 from flowgrpo.run import run
 from tests.helpers import loop, tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import refused
 
 SIZES = [[16, 16], [8, 16], [16, 8]]
 
@@ -109,11 +107,9 @@ def test_sizes_that_a_reward_or_the_pipeline_does_not_take_are_refused_before_th
             raise ValueError("expected square pictures")
         return images[:, 0].mean((1, 2))
     settings = config(tmp_path, model=str(tiny.save(tiny.sd3(), tmp_path / "model")))
-    with pytest.raises(UserError, match="expected square pictures"):
-        run(settings, functions={"red": square}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    refused("expected square pictures", run, settings, functions={"red": square}, prompts=[*map(Prompt, tiny.PROMPTS)])
     assert not (settings.folder / "before.json").exists()
-    assert re.search("image.sizes: StableDiffusion3Pipeline (refuses|makes)", message(
-        trainer, Seen(), image__sizes=[[16, 16], [17, 16]]))
+    refused("image.sizes: StableDiffusion3Pipeline (refuses|makes)", trainer, Seen(), image__sizes=[[16, 16], [17, 16]])
 
 
 def test_evaluations_take_the_first_size_or_the_one_that_is_stated():

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import signal
@@ -105,10 +104,6 @@ def uninterrupted(model, tmp_path_factory):
     return folder / "run"
 
 
-def lines(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 # Call 1 is the trial, call 2 measures the base, then come two per epoch and one that measures.
 @pytest.mark.parametrize("call, epoch, number, told", [
     (2, 0, signal.SIGINT, "stopped in the first evaluation, epoch 0 is saved in "),
@@ -132,10 +127,10 @@ def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, told, mod
         found, expected = load_file(run / file), load_file(uninterrupted / file)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), file
-    held_out = [[value for key, value in line.items() if key.startswith("held_out/")] for line in lines(run)]
-    assert held_out == [[value for key, value in line.items() if key.startswith("held_out/")]
-                        for line in lines(uninterrupted)]
-    assert all(held_out) and [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 1))
+    found, expected = ([[value for key, value in line.items() if key.startswith("held_out/")]
+                        for line in tiny_runs.lines(folder)] for folder in (run, uninterrupted))
+    assert all(found) and found == expected
+    assert [line["epoch"] for line in tiny_runs.lines(run)] == list(range(1, EPOCHS + 1))
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

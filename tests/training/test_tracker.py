@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.training import metrics
 from tests.helpers import ffmpeg, tiny, tiny_runs, tiny_text
+from tests.helpers.refusals import refused
 
 
 def train(output, resume=False, **options):
@@ -195,8 +195,8 @@ def test_a_new_run_in_a_folder_has_a_new_id_and_a_tracker_that_does_not_start_is
     def refuse(**settings):
         raise RuntimeError("401\nunauthorised")
     board.module.init = refuse
-    with pytest.raises(UserError, match="tracker 'wandb' does not start .RuntimeError: 401 unauthorised.: set tracker"):
-        metrics.start(SimpleNamespace(is_main_process=True, trackers=[]), tiny.config(tmp_path, tracker="wandb"))
+    refused("tracker 'wandb' does not start .RuntimeError: 401 unauthorised.: set tracker", metrics.start,
+            SimpleNamespace(is_main_process=True, trackers=[]), config)
 
 
 def test_other_processes_open_no_tracker(tmp_path):

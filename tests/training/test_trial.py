@@ -18,7 +18,6 @@ from flowgrpo.config import load
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, Failed, differentiable
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, brief
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
@@ -30,7 +29,7 @@ from flowgrpo.training import metrics, state, trial
 from tests.helpers import loop, tiny, tiny_dna, tiny_runs, tiny_text
 from tests.helpers.chat_endpoint import endpoint, said
 from tests.helpers.processes import free_ports
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 TEXTS = [Prompt(text) for text in tiny_text.PROMPTS]
 
@@ -197,8 +196,7 @@ def test_no_score_is_kept(tmp_path):
 
 def test_none_for_the_first_prompts_alone_is_no_mistake():
     some = Seen(lambda images: [None, None] if len(images) == 2 else [0.5] * len(images))
-    with pytest.raises(UserError, match="no sample of 2 prompts had a score from 'mine': .* got such as 'red'"):
-        tried({"mine": some})
+    refused("no sample of 2 prompts had a score from 'mine': .* got such as 'red'", tried, {"mine": some})
     tried({"mine": Seen(lambda images: [None, 0.5])})
     tried({"mine": Seen(lambda images: [None, None]), "red": tiny.red})
 
@@ -249,8 +247,7 @@ def test_gradients_that_flow_and_those_of_tokens():
     trial.require(own(differentiable(lambda texts, prompts: letters(texts, "AG").sum((1, 2)))), {})
     for blind, line in ((lambda texts, prompts: torch.ones(len(texts), requires_grad=True), "do not depend on what it"),
                         (lambda texts, prompts: letters(texts, "AG").detach().sum((1, 2)), "without a gradient")):
-        with pytest.raises(UserError, match=line):
-            trial.require(own(differentiable(blind)), {})
+        refused(line, trial.require, own(differentiable(blind)), {})
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -267,8 +264,8 @@ def test_a_prompt_without_room_and_a_chat_template_that_fails_are_told():
     assert "the prompt '5;66=' has 6 tokens and its completion up to 59, but the model's context is 64 tokens" in line
     model, tokenizer = tiny_text.model()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(UserError, match="the chat template of .* fails on the prompt '1.2=' .no system role.: set"):
-        tiny_text.policy((model, tokenizer)).encode(["1+2="])
+    refused("the chat template of .* fails on the prompt '1.2=' .no system role.: set",
+            tiny_text.policy((model, tokenizer)).encode, ["1+2="])
     model, tokenizer = tiny_text.model()
     tokenizer.pad_token = model.generation_config.pad_token_id = None
     assert tiny_text.policy((model, tokenizer)).padding == tokenizer.eos_token_id
@@ -284,8 +281,8 @@ def test_a_judge_or_reward_server_that_is_not_there_is_told_at_once_under_every_
         line = told({"mine": Judge(url=f"{url}/v1", **PATIENT)}, rules={"mine": RewardRule(on_error=on_error)})
         assert line.startswith(f"a judge: {url}/v1/chat/completions gave no answer (ConnectError")
         assert line.endswith("is a server running there, and is the URL right?")
-    with pytest.raises(UserError, match=f"{url}/info gave no answer .ConnectError.* is a server running there"):
-        rewards.find(f"{url}/mine", {"retries": 99, "wait": 1e6})
+    refused(f"{url}/info gave no answer .ConnectError.* is a server running there", rewards.find, f"{url}/mine",
+            {"retries": 99, "wait": 1e6})
 
 
 @pytest.mark.parametrize("status, line", [

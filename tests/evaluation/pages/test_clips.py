@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.columns import write_page
 from flowgrpo.evaluation.pages import clips, grid
 from flowgrpo.evaluation.pages.clips import MOMENTS, moving, save_clip, still, tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import snapshots
 from tests.helpers import ffmpeg
+from tests.helpers.refusals import refused
 
 
 def clip(*greys: float, height: int = 64, width: int = 64) -> torch.Tensor:
@@ -157,8 +157,7 @@ def test_without_an_encoder_one_line_says_so_and_the_webp_remains(tmp_path, monk
                                        "'flowgrpo[mp4]'\n")
     assert "<video" not in write_page(tmp_path / "p.html", "t", ["a"], [Row("x", [CLIP], [{}])]).read_text()
     assert set(snapshots.sample_as_json(CLIP)) == {"picture"}
-    with pytest.raises(UserError, match=r"b.mp4 cannot be written: mp4 needs ffmpeg .*flowgrpo\[mp4\]"):
-        save_clip(tmp_path / "b.mp4", CLIP)
+    refused(r"b.mp4 cannot be written: mp4 needs ffmpeg .*flowgrpo\[mp4\]", save_clip, tmp_path / "b.mp4", CLIP)
 
 
 def test_an_encoder_that_fails_leaves_the_webp(tmp_path, monkeypatch, capsys):

@@ -20,14 +20,13 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report, snapshots, verdict
 from flowgrpo.evaluation.report.report import server
 from flowgrpo.storage.json_files import finite
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, refused
 
 EVIL = "</script><script>alert(1)</script><!-- & <img src=x onerror=alert(2)> http://evil.example/ \u2028 '\""
 KEYS = ("reward/scene/mean", "reward/scene/std", "reward/scene/zero_variance_groups", "reward/scene/failed", "loss",
@@ -433,8 +432,7 @@ def test_live_it_gives_nothing_else_answers_no_other_host_and_tells_of_a_taken_p
     for host in others:
         assert ask(served[1], "/", Host=host)[0] == 403, host
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
-    with pytest.raises(UserError, match=f"port {served[1][1]} cannot be used .*--port"):
-        server(served[0], served[1][1])
+    refused(f"port {served[1][1]} cannot be used .*--port", server, served[0], served[1][1])
 
 
 @pytest.mark.parametrize("line, notice", [
