@@ -161,7 +161,7 @@ def copies(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return bool(one) and all(torch.equal(one[key], other[key]) for key in one)
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def assert_same_weights(made, other, rtol: float = 0.0, atol: float = 0.0) -> None:

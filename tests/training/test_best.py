@@ -21,6 +21,7 @@ from flowgrpo.storage.checkpoint import within
 from flowgrpo.training.best import BestWeights
 from tests.helpers import tiny, tiny_runs
 from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import same
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way
 
@@ -65,12 +66,8 @@ def in_file(config, epoch: int, room: str = "weights/") -> dict[str, torch.Tenso
     return tiny.in_file(weights_of(config.folder, epoch, room))
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and len(a) > 0 and all(torch.equal(a[key], b[key]) for key in a)
-
-
 def epochs(folder) -> list[int]:
-    return [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["epoch"] for line in tiny_runs.lines(folder)]
 
 
 @pytest.fixture(scope="module")

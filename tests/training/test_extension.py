@@ -208,8 +208,7 @@ def test_a_toy_that_draws_replaces_the_trainers_draw_and_one_that_does_not_chang
     plain.extensions.present = [each for each in plain.extensions.present if not isinstance(each, Toy)]
     for trainer in (made, plain):
         trainer.run_epoch()
-    for key, tensor in plain.policy.weights.snapshot().items():
-        assert torch.equal(tensor, made.policy.weights.snapshot()[key])
+    tiny_runs.assert_same_weights(plain, made)
     drawn = loop.draw(made)
     monkeypatch.setattr(Toy, "draw_epoch", lambda self: drawn)
     seen: list[Epoch] = []

@@ -13,7 +13,7 @@ from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.parts import flux_transformer
 from flowgrpo.training import loading
 from flowgrpo.training.extensions import rewards
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 
 
 def test_bf16_that_a_cpu_emulates_is_named_where_it_is_asked_for(monkeypatch):
@@ -65,8 +65,7 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
                            parts={"advantage": {"type": "Advantage", "order": "rewards"}})
     lines: list[str] = []
     trainer.log = lines.append
-    for trainer.epoch in range(2):
-        trainer.run_epoch()
+    tiny_runs.epochs(trainer)
     silent, scale = [line for line in lines if "reward" in line]
     assert silent == ("epoch 1: reward 'constant' is the same for all samples of every group (mean 0.5), so that it "
                       "teaches nothing")
@@ -120,8 +119,7 @@ def test_a_batch_whose_deviation_is_far_above_that_within_groups_is_told_once(sc
                                                                       "order": "rewards"}})
     lines: list[str] = []
     trainer.log = lines.append
-    for trainer.epoch in range(2):
-        trainer.run_epoch()
+    tiny_runs.epochs(trainer)
     said = [line for line in lines if "the batch's deviation" in line]
     # 8 scores of 1, 1, 1, 1, 0, .01, .02, .03: .5268; within the group .01291
     assert [line.partition(" times ")[0] for line in said] == [

@@ -1,5 +1,6 @@
 """Memory: what `check` foretells, the micro-batch and checkpointing of `auto`, and runs that run out of it."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -240,15 +241,11 @@ def refuse_above(made: Trainer, rows: int, when: Callable[[], bool], error: Exce
 
 
 def epochs(made: Trainer, count: int = 2) -> dict[str, torch.Tensor]:
-    for made.epoch in range(count):
-        made.metrics = made.run_epoch()
+    tiny_runs.epochs(made, count)
     return made.policy.weights.snapshot()
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for key, tensor in one.items():
-        torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-6)
+assert_equal = functools.partial(tiny_runs.assert_same_weights, atol=1e-6)
 
 
 def test_a_cpu_without_memory_takes_half_the_micro_batch():

@@ -53,8 +53,7 @@ def test_a_weight_of_nothing_is_the_method_without():
     plain, weighted = (made(**parts) for parts in ({}, {"progress": {"type": "Progress", "weight": 0.0}}))
     for trainer in (plain, weighted):
         tiny_runs.epochs(trainer, 1)
-    ones, others = (trainer.policy.weights.snapshot() for trainer in (plain, weighted))
-    assert all(torch.equal(ones[name], others[name]) for name in ones)
+    tiny_runs.assert_same_weights(plain, weighted)
 
 
 # --- the deterministic sample as a baseline --------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import termios
 import time
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
@@ -124,9 +123,7 @@ def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, told, mod
     assert checkpoint.latest(run / "checkpoints").name == f"epoch-{epoch:05d}"
     assert main([*command, "--resume"]) == 0
     for file in (LORA_FILE, f"checkpoints/epoch-{EPOCHS:05d}/state.safetensors"):
-        found, expected = load_file(run / file), load_file(uninterrupted / file)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected), file
+        tiny_runs.assert_same_weights(load_file(run / file), load_file(uninterrupted / file))
     found, expected = ([[value for key, value in line.items() if key.startswith("held_out/")]
                         for line in tiny_runs.lines(folder)] for folder in (run, uninterrupted))
     assert all(found) and found == expected

@@ -155,14 +155,18 @@ def test_a_clip_is_a_video(board, encoded, tmp_path, monkeypatch):
     assert kept == ffmpeg.BYTES if encoded else Image.open(io.BytesIO(kept)).n_frames == 3
 
 
+def sender(config, sample, **card):
+    """A function that sends a stored clip or text to the run's tracker."""
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
+    metrics.start(accelerator, config)
+    snapshots.write(config.folder / "report" / "before.json", {"cards": [card | snapshots.sample_as_json(sample)]})
+    return lambda: metrics.show(accelerator, config.folder, 0, "before")
+
+
 def sent_clip(folder, **options):
     """Return a function that sends a stored clip of three frames to the tracker."""
-    config, accelerator = tiny.config(folder, **options), SimpleNamespace(is_main_process=True, trackers=[])
-    metrics.start(accelerator, config)
     clip = torch.tensor([0.0, 1.0, 0.2])[:, None, None, None].expand(3, 3, 8, 8)
-    cards = [{"prompt": "a dot", "scores": {"red": 0.5}, **snapshots.sample_as_json(clip)}]
-    snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
-    return lambda: metrics.show(accelerator, config.folder, 0, "before")
+    return sender(tiny.config(folder, **options), clip, prompt="a dot", scores={"red": 0.5})
 
 
 def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
@@ -175,12 +179,7 @@ def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
 def test_texts_are_a_table(board, tmp_path):
-    config = tiny_text.config(tmp_path, tracker="wandb")
-    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
-    metrics.start(accelerator, config)
-    cards = [{"prompt": "1+1=", "scores": {"short": 0.5, "other": None}, "text": "2"}]
-    snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
-    metrics.show(accelerator, config.folder, 0, "before")
+    sender(tiny_text.config(tmp_path, tracker="wandb"), "2", prompt="1+1=", scores={"short": 0.5, "other": None})()
     assert board.logged == [(0, {"before": {"columns": ["prompt", "text"], "data": [["1+1= (short 0.5)", "2"]]}})]
 
 

@@ -218,7 +218,7 @@ def test_a_run_is_the_same_with_and_without_a_trial(make):
         found.append((epochs, trainer.policy.evaluations, trainer.policy.weights.snapshot()))
     (one, count, weights), (other, again, compared) = found
     assert json.dumps(one) == json.dumps(other) and count == again
-    assert all(torch.equal(weights[key], compared[key]) for key in weights)
+    tiny_runs.assert_same_weights(weights, compared)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
