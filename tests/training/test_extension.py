@@ -222,8 +222,7 @@ def test_a_toy_that_draws_replaces_the_trainers_draw_and_one_that_does_not_chang
 def test_the_state_of_a_toy_goes_through_a_checkpoint(table, tmp_path, updates, count, at):
     made, other = tiny_text.trainer(train__updates=updates), tiny_text.trainer(train__updates=2)
     tiny_runs.next_epochs(made, 2)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    tiny_runs.resume(made, other, tmp_path)
     toy = loop.extension(other, "Toy")
     assert (toy.count.tolist(), toy.at) == ([count], at) and other.run_epoch()["toy"] == count + 1
 

@@ -1,6 +1,5 @@
 """Constraints: their multipliers by hand, a policy that ends at its limit, and their state in a run."""
 
-import json
 import math
 
 import pytest
@@ -8,10 +7,9 @@ import pytest
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.run import run
 from flowgrpo.training.announcement import lines
 from flowgrpo.training.scoring import Limits
-from tests.helpers import tiny_text
+from tests.helpers import tiny_runs, tiny_text
 
 NAN = math.nan
 
@@ -51,20 +49,15 @@ def cost(completions, prompts):
 
 
 def test_a_resumed_run_has_the_multipliers_of_an_unbroken_one(tmp_path):
-    def settings(name, epochs):
-        return tiny_text.config(tmp_path, name=name, train__epochs=epochs, train__schedule="constant", train__warmup=0,
-                                reward={"short": 1.0, "cost": {"limit": {"at_most": 0.05, "rate": 1.0}}})
-    def multipliers(name):
-        return [json.loads(line)["limit/cost/multiplier"]
-                for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    given = {"functions": {"short": tiny_text.short, "cost": cost}, "prompts": [Prompt(each) for each in
-                                                                                 tiny_text.PROMPTS]}
-    for name, epochs in (("whole", [3]), ("part", [1, 3])):
-        for so_far in epochs:
-            run(settings(name, so_far), resume=so_far == 3 and name == "part", pipe=tiny_text.model(), **given)
-    values = multipliers("whole")
-    assert multipliers("part") == values and values == sorted(values) and values[0] > 0 and len(set(values)) == 3
-    assert "Multipliers of the limits" in (tmp_path / "whole" / "report.html").read_text()
+    def arguments(folder, **options):
+        config = tiny_text.config(folder, train__schedule="constant", train__warmup=0, reward={
+            "short": 1.0, "cost": {"limit": {"at_most": 0.05, "rate": 1.0}}}, **options)
+        return config, {"functions": {"short": tiny_text.short, "cost": cost}, "pipe": tiny_text.model(),
+                        "prompts": [*map(Prompt, tiny_text.PROMPTS)]}
+    whole, part = tiny_runs.whole_and_resumed(arguments, tmp_path)
+    values, resumed = ([line["limit/cost/multiplier"] for line in tiny_runs.lines(folder)] for folder in (whole, part))
+    assert resumed == values and values == sorted(values) and values[0] > 0 and len(set(values)) == 3
+    assert "Multipliers of the limits" in (whole / "report.html").read_text()
 
 
 def test_the_notation_of_a_recipe():

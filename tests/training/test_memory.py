@@ -305,10 +305,8 @@ def test_without_room_for_a_single_row_the_run_says_what_to_change():
 
 @pytest.mark.parametrize("configured, expected", [(4, 2), (3, 3)])
 def test_a_resumed_run_keeps_the_smaller_micro_batch(tmp_path, configured, expected):
-    made = trainer(train__micro_batch=4)
+    made, again = trainer(train__micro_batch=4), trainer(train__micro_batch=configured)
     made.geometry.micro_batch = 2
     made.epoch, made.progress.saved_counters = 1, state.counters(made) | {"epoch": 1}
-    state.save(made, tmp_path)
-    again = trainer(train__micro_batch=configured)
-    state.restore(again, tmp_path / "checkpoints" / "epoch-00001")
+    tiny_runs.resume(made, again, tmp_path)
     assert again.geometry.micro_batch == expected

@@ -570,8 +570,7 @@ def test_what_a_method_keeps_is_resumed_bit_for_bit(kept, tmp_path):
     whole, resumed = (tiny_runs.trainer(kind, tiny_runs.config(kind, method, parts, **options)) for _ in range(2))
     start = {key: value.clone() for key, value in state.contents(resumed)[0].items()}
     tiny_runs.next_epochs(whole, 2)
-    state.save(whole, tmp_path)
-    state.restore(resumed, checkpoint.latest(tmp_path / "checkpoints"))
+    tiny_runs.resume(whole, resumed, tmp_path)
     for each in (whole, resumed):
         tiny_runs.next_epochs(each, 1)
     (tensors, values), (found, others) = (state.contents(each) for each in (whole, resumed))

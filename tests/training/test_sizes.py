@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rollouts.denoising import draw_sizes
 from flowgrpo.run import run
-from tests.helpers import loop, tiny
+from tests.helpers import loop, tiny, tiny_runs
 from tests.helpers.refusals import refused
 
 SIZES = [[16, 16], [8, 16], [16, 8]]
@@ -86,19 +87,15 @@ def test_each_size_has_the_pipelines_own_grid():
 
 
 def test_a_resumed_run_draws_the_same_sizes(tmp_path):
-    model = tiny.save(tiny.sd3(), tmp_path / "model")
-    prompts = [Prompt(text) for text in tiny.PROMPTS]
-    results, sizes = [], []
-    for name, parted in (("whole", False), ("parted", True)):
-        seen = Seen()
-        settings = config(tmp_path / name, model=str(model), train__save_every=1)
-        for epochs, resume in [(1, False), (2, True)] if parted else [(2, False)]:
-            train = settings.train.model_copy(update={"epochs": epochs})
-            run(settings.model_copy(update={"train": train}), resume, functions={"red": seen}, prompts=prompts)
-        results.append(load_file(settings.folder / "pytorch_lora_weights.safetensors"))
-        sizes.append(set(seen.sizes))
-    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
-    assert sizes[0] == sizes[1] == {tuple(size) for size in SIZES}
+    model, seen = tiny.save(tiny.sd3(), tmp_path / "model"), []
+    def arguments(folder, **options):
+        seen.append(Seen())
+        return config(folder, model=str(model), **options), {
+            "functions": {"red": seen[-1]}, "prompts": [*map(Prompt, tiny.PROMPTS)]}
+    folders = tiny_runs.whole_and_resumed(arguments, tmp_path)
+    tiny_runs.assert_same_weights(*(load_file(folder / LORA_FILE) for folder in folders))
+    whole, parted, resumed = ({*each.sizes} for each in seen)
+    assert whole == parted | resumed == {tuple(size) for size in SIZES}
 
 
 def test_sizes_that_a_reward_or_the_pipeline_does_not_take_are_refused_before_the_run(tmp_path):
