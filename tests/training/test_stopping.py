@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -141,42 +142,48 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, mod
     assert state["epoch"] == 2
 
 
-def test_a_hangup_that_is_ignored_stays_so(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that signals read, which a test moves; without a launcher. Handlers are put back."""
+    for name in signals.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    numbers = [signal.Signals[name] for name in signals.STOPS if name in signal.Signals.__members__]
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    now = SimpleNamespace(at=time.monotonic())
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now.at)
+    yield now
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def test_a_hangup_that_is_ignored_stays_so(clock):
     """As under nohup."""
-    monkeypatch.setattr(signals, "SAME", 0.0)
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Stop() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.asked and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            for _ in range(2):  # a repeated warning does not interrupt the saving
-                os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.asked
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
-        assert stop.code == 143
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.asked and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        for _ in range(2):  # a repeated warning does not interrupt the saving
+            os.kill(os.getpid(), signal.SIGUSR1)
+            clock.at += 1
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert stop.code == 143
 
 
 @pytest.mark.parametrize("name, again", [
     ("SIGUSR2", False), ("SIGXCPU", False), ("SIGALRM", False), ("SIGPWR", False), ("SIGQUIT", True)])
-def test_every_warning_requests_a_stop(name, again, monkeypatch):
+def test_every_warning_requests_a_stop(name, again, clock):
     """again: a second one leaves at once."""
-    monkeypatch.setattr(signals, "SAME", 0.0)
     number = signal.Signals[name]
-    before = signal.signal(number, signal.SIG_DFL)  # a shell lets its background jobs ignore SIGQUIT
-    try:
-        with Stop() as stop:
+    signal.signal(number, signal.SIG_DFL)  # a shell lets its background jobs ignore SIGQUIT
+    with Stop() as stop:
+        signal.raise_signal(number)
+        assert stop.asked
+        clock.at += 1
+        with pytest.raises(KeyboardInterrupt) if again else contextlib.nullcontext():
             signal.raise_signal(number)
-            assert stop.asked
-            with pytest.raises(KeyboardInterrupt) if again else contextlib.nullcontext():
-                signal.raise_signal(number)
-        assert signal.getsignal(number) == signal.SIG_DFL and stop.code == (128 + number if again else 130)
-    finally:
-        signal.signal(number, before)
+    assert signal.getsignal(number) == signal.SIG_DFL and stop.code == (128 + number if again else 130)
 
 
 # Seconds after the first signal, and whether the second one ends the run.
@@ -186,66 +193,52 @@ SECOND = [("", signal.SIGTERM, 0.1, False), ("", signal.SIGTERM, 0.9, True), (""
 
 
 @pytest.mark.parametrize("variable, number, after, ends", SECOND)
-def test_two_signals_of_one_stop_are_one(variable, number, after, ends, monkeypatch):
-    for name in signals.LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
+def test_two_signals_of_one_stop_are_one(variable, number, after, ends, clock, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
-    at, before = time.monotonic(), signal.getsignal(number)
-    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
     with Stop() as stop:
         signal.raise_signal(number)
-        at += after
+        clock.at += after
         with pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext():
             signal.raise_signal(number)
         assert stop.asked and stop.code == (128 + number if ends else 130)
-    signal.signal(number, before)
 
 
 @pytest.mark.parametrize("variable, ends", [("", [90]), ("SLURM_JOB_ID", [110])])
-def test_a_time_limit_behind_its_warning_leaves_its_seconds_to_save(variable, ends, monkeypatch):
+def test_a_time_limit_behind_its_warning_leaves_its_seconds_to_save(variable, ends, clock, monkeypatch):
     """SIGUSR1, and SIGTERM at the limit; SIGKILL follows after 30 s."""
-    for name in signals.LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "1")
-    at, began, before = time.monotonic(), time.monotonic(), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
-    ended = []
+    began, ended = clock.at, []
     with Stop() as stop:
         signal.raise_signal(signal.SIGUSR1)
         for after in (90, 95, 110):  # the limit, the launcher's own, and one more
-            at = began + after
+            clock.at = began + after
             try:
                 signal.raise_signal(signal.SIGTERM)
             except KeyboardInterrupt:
                 ended.append(after)
         assert stop.asked and ended[:1] == ends
-    signal.signal(signal.SIGTERM, before)
 
 
-def test_news_of_a_stop_are_no_signal(monkeypatch):
+def test_news_of_a_stop_are_no_signal(clock, monkeypatch):
     """Another process was signalled first, and this one in the next seconds."""
     monkeypatch.setenv("RANK", "1")
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-    heard, at = [], time.monotonic()
-    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
-    try:
-        with Stop() as stop:
-            signals.ask()
-            at += 60
-            signal.raise_signal(signal.SIGTERM)
-            assert stop.asked
-        at += 5
-        signal.raise_signal(signal.SIGTERM)  # a launcher's, after the checkpoint is written
-        assert not heard
-        at += 10
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    heard = []
+    with Stop() as stop:
+        signals.ask()
+        clock.at += 60
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [1]  # the handler of before
-        signal.raise_signal(signal.SIGTERM)
-        assert heard == [1, 1]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        assert stop.asked
+    clock.at += 5
+    signal.raise_signal(signal.SIGTERM)  # a launcher's, after the checkpoint is written
+    assert not heard
+    clock.at += 10
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [1]  # the handler of before
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [1, 1]
 
 
 def test_a_terminal_that_is_closed_leaves_a_checkpoint(model, tmp_path):
