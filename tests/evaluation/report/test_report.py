@@ -178,13 +178,16 @@ def test_tables_of_tasks_and_phases(tmp_path):
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
-def judged(was: dict, now: dict, rewards: dict, samples: int = 1):
+def judged(was: dict, now: dict, rewards: dict, samples: int = 1, **given: str):
+    """The changes of held-out scores, and what the report of a finished run says, with its tone."""
     config = validate({"reward": rewards, "eval": {"samples": samples}})
-    return config, verdict.changes(config, [{"scores": was}, {"scores": now}])
+    found = verdict.changes(config, [{"scores": was}, {"scores": now}])
+    told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True, **given)
+    return found, {each["text"]: each["tone"] for each in told}
 
 
 def test_changes_and_test_sets_are_told():
-    _, [change] = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
+    [change], _ = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
     assert (change.before.mean, change.count, change.weight) == (pytest.approx(1 / 3), 3, 1.0)
     assert change.now.mean == pytest.approx(2.5 / 3) and change.change.mean == pytest.approx(0.5)
     assert change.change.low < 0 and change.change.high > 1  # of 1, 0.5, 0
@@ -199,23 +202,22 @@ def test_changes_and_test_sets_are_told():
 
 @pytest.mark.parametrize("now, digits", [(0.0, 3), (1.5, 3), (0.12, 3), (0.0034, 5), (-0.0001, 6), (1e-9, 6)])
 def test_a_small_change_is_shown_with_more_decimals(now, digits):
-    _, [change] = judged({"a": [0.0]}, {"a": [now]}, {"a": 1.0})
+    [change], _ = judged({"a": [0.0]}, {"a": [now]}, {"a": 1.0})
     assert change.digits == digits
 
 
 def test_cards_have_intervals_and_few_prompts_no_verdict():
-    _, [change] = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
+    [change], _ = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
     before, now, moved = change.as_json()["lines"]
     assert before[:2] == ["before", "0.500"] and now == ["now", "0.500", "[0.500, 0.500]"]
     assert before[2] == "[0.386, 0.614]" and moved == ["change", "0.000", "[-0.114, +0.114]"]
     assert change.as_json()["way"] == 0
-    _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
+    [change], _ = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
     assert change.change.prompts == 3 and change.count == 5 and change.change.mean == pytest.approx(0.5)
-    config, [few] = judged({"a": [0.1] * 19}, {"a": [0.8] * 19}, {"a": 1.0})
-    _, [enough] = judged({"a": [0.1] * 20}, {"a": [0.8] * 20}, {"a": 1.0})
+    [few], told = judged({"a": [0.1] * 19}, {"a": [0.8] * 19}, {"a": 1.0})
+    [enough], _ = judged({"a": [0.1] * 20}, {"a": [0.8] * 20}, {"a": 1.0})
     assert (few.way, enough.way) == (0, 1)
-    said = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], [few], {}, True)[1]
-    assert said["text"].endswith("(+0.700, 95 %: +0.700 to +0.700): too few prompts to tell (at least 20).")
+    assert [*told][1].endswith("(+0.700, 95 %: +0.700 to +0.700): too few prompts to tell (at least 20).")
 
 
 LOW, HIGH = [0.1, 0.2, 0.3] * 8, [0.5, 0.7, 0.8] * 8
@@ -227,18 +229,14 @@ UP, DOWN, SAME = (LOW, HIGH), (HIGH, LOW), ([0.1, 0.2] * 12, [0.2, 0.1] * 12)
     (UP, 1.0, SAME, False), (UP, -1.0, DOWN, False)])
 def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
     (was, now), (held, after) = trained, watched
-    config, found = judged({"a": was, "b": held}, {"a": now, "b": after}, {"a": weight})
-    told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True)
-    texts = [each["text"] for each in told]
+    _, texts = judged({"a": was, "b": held}, {"a": now, "b": after}, {"a": weight})
     assert any("Possible reward hacking: a got better, while b" in text for text in texts) == hinted
     assert not any("No reward was eval-only" in text for text in texts)
 
 
 def test_a_reward_of_weight_0_is_eval_only():
-    config, found = judged({"a": LOW, "b": HIGH}, {"a": HIGH, "b": LOW}, {"a": 1.0, "b": 0.0})
-    told = [each["text"] for each in verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found,
-                                                       {}, True)]
-    assert " was trained on a with " in told[0]
+    _, told = judged({"a": LOW, "b": HIGH}, {"a": HIGH, "b": LOW}, {"a": 1.0, "b": 0.0})
+    assert " was trained on a with " in [*told][0]
     assert any(text.startswith("b, eval-only, fell ") for text in told)
     assert any(text.startswith("Possible reward hacking: a got better, while b, which was eval-only") for text in told)
 
@@ -250,10 +248,8 @@ def test_of_several_rewards_those_are_named_that_holm_leaves():
     for count in (1, 6):
         names = [f"held {i}" for i in range(count)]
         was = {"a": LOW} | dict.fromkeys(names, [0.0] * 24)
-        config, found = judged(was, {"a": HIGH} | dict.fromkeys(names, fall.tolist()), {"a": 1.0})
+        found, told = judged(was, {"a": HIGH} | dict.fromkeys(names, fall.tolist()), {"a": 1.0})
         assert all(0.01 < each.change.p < 0.05 and each.change.high < 0 for each in found[1:])
-        told = [each["text"] for each in verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}],
-                                                           found, {}, True)]
         assert any(text.startswith("Possible reward hacking") for text in told) == (count == 1)
         ends = "-0.540, 95 %: " if count == 1 else "which may be chance among 6 eval-only rewards."
         assert sum(ends in text for text in told) == count
@@ -261,12 +257,10 @@ def test_of_several_rewards_those_are_named_that_holm_leaves():
 
 @pytest.mark.parametrize("sample, other", [("image", "over_saturation"), ("completion", "completion_length")])
 def test_a_run_without_an_eval_only_reward_says_how_to_add_one(sample, other):
-    config, found = judged({"a": LOW}, {"a": HIGH}, {"a": 1.0})
-    told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True,
-                             sample=sample)
-    assert {"tone": "plain", "text": "No reward was eval-only, that is measured and not trained on, so reward hacking, "
-            f"in which a score rises and the {sample}s get worse, would not show in these numbers: add one to the next "
-            f"run's eval.rewards, such as {other}, and look at the {sample}s."} in told
+    _, told = judged({"a": LOW}, {"a": HIGH}, {"a": 1.0}, sample=sample)
+    assert told["No reward was eval-only, that is measured and not trained on, so reward hacking, in which a score "
+                f"rises and the {sample}s get worse, would not show in these numbers: add one to the next run's "
+                f"eval.rewards, such as {other}, and look at the {sample}s."] == "plain"
     assert validate({"reward": "a", "eval": {"rewards": [other]}}).extra_rewards.keys() == {other}
 
 
