@@ -41,6 +41,7 @@ class FewStepStudent(Extension):
 
     live: the denoisers' LoRA. spec: the epoch's rollout, of which subclasses keep samples. measured: values of the
     present epoch, whose means are metrics. rewarded: the present step is the method's own, which follows rewards.
+    rows: samples of this process per optimizer step; divisor: of all processes.
     """
 
     name = "distil"
@@ -52,6 +53,9 @@ class FewStepStudent(Extension):
         super().__init__(trainer)
         self.part: Distillation = unwrap(trainer.method.loss.distil)
         self.policy = cast(PipelinePolicy, trainer.policy)
+        self.vp = self.policy.process == "vp"
+        self.rows = -(-self.part.batch // trainer.processes.count)
+        self.divisor = self.rows * trainer.processes.count
         self.live = denoiser_weights(self.policy.weights.named)
         self.policy.weights.lr_shares |= dict.fromkeys(self.live.values(), self.part.lr_share)
         self.spec: RolloutSpec | None = None
@@ -139,19 +143,6 @@ class FewStepStudent(Extension):
     def waits(self) -> bool:
         """True before the first epoch of this loss."""
         return self.trainer.epoch < self.part.after
-
-    @property
-    def vp(self) -> bool:
-        return self.policy.process == "vp"
-
-    @property
-    def divisor(self) -> int:
-        return self.rows * self.trainer.processes.count
-
-    @property
-    def rows(self) -> int:
-        """Samples of this process per optimizer step."""
-        return -(-self.part.batch // self.trainer.processes.count)
 
     def draws(self, purpose: int, update: int, turn: int = 0) -> torch.Generator:
         seed, rank = self.trainer.config.seed, self.trainer.processes.rank

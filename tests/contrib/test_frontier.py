@@ -70,8 +70,7 @@ def go(kind, config, gold=GOLD, done=0, end=None, resume=False):
 
 def stored(folder, epoch: int, room: str = "weights/"):
     """The tensors of one part of a checkpoint."""
-    tensors, _ = checkpoint.load(folder / "checkpoints" / f"epoch-{epoch:05d}")
-    return {key.removeprefix(room): value for key, value in tensors.items() if key.startswith(room)}
+    return checkpoint.within(checkpoint.load(folder / "checkpoints" / f"epoch-{epoch:05d}")[0], room)
 
 
 @pytest.fixture(scope="module", params=KINDS)

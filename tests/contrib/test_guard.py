@@ -42,8 +42,7 @@ def digits(completions, prompts):
 
 
 def same_state(one, other) -> bool:
-    return one.tensors.keys() == other.tensors.keys() and all(
-        torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
+    return same(one.tensors, other.tensors)
 
 
 def guard_of(made):

@@ -128,23 +128,19 @@ def test_packages_get_what_they_read_and_load_lazily(packages):
     assert made.parts is None and made.models and made.parts is not None
 
 
-@pytest.mark.parametrize("name, follows", [("imscore:pickscore", True), ("pyiqa:dark", True),
-                                           ("torchmetrics:Bright", True), ("torchmetrics:Far", False)])
-def test_gradients_reach_the_images_where_the_package_says_so(packages, name, follows):
+@pytest.mark.parametrize("name, follows, licence", [
+    ("imscore:pickscore", True, "MIT,"), ("torchmetrics:Bright", True, "Apache-2.0,"),
+    ("pyiqa:dark", True, "PolyForm-Noncommercial-1.0.0: not for commercial use;"),
+    ("torchmetrics:Far", False, "Apache-2.0,")])
+def test_gradients_reach_the_images_and_licences_are_stated_as_the_package_says(packages, name, follows, licence):
     pictures = IMAGES.clone().requires_grad_()
     reward, scores = scored(name, pictures=pictures)
+    about = rewards.find(name).about
+    assert about.licence == f"{licence} the weights' own" and about.needs == name.partition(":")[0]
     assert reward.differentiable == follows
     if follows:
         scores.sum().backward()
         assert pictures.grad.abs().min() > 0
-
-
-@pytest.mark.parametrize("name, licence", [
-    ("imscore:pickscore", "MIT"), ("pyiqa:dark", "PolyForm-Noncommercial-1.0.0: not for commercial use"),
-    ("torchmetrics:Bright", "Apache-2.0")])
-def test_licences_are_stated(packages, name, licence):
-    assert rewards.find(name).about.licence == f"{licence}{';' if 'Poly' in licence else ','} the weights' own"
-    assert rewards.find(name).about.needs == name.partition(":")[0]
 
 
 @pytest.mark.parametrize("name, said", [

@@ -11,19 +11,18 @@ from safetensors.torch import load_file
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.contrib import sibling
-from flowgrpo.contrib.sibling import Worn, match, project, span
+from flowgrpo.contrib.sibling import match, project, span
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import kept, siblings
 from flowgrpo.evaluation.report import report
 from flowgrpo.evaluation.samplers import draw_one
 from flowgrpo.evaluation.siblings import Sibling, sibling_of
-from flowgrpo.methods.validate import resolve
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.samplers.rollout import generators
-from flowgrpo.training import checks, extensions, memory
+from flowgrpo.training import checks, memory
 from tests.helpers import loop, tiny
 from tests.helpers.refusals import only_line
 from tests.helpers.tiny_runs import assert_same_weights, lines, same
@@ -147,6 +146,7 @@ def test_its_weights_count_in_every_phase_of_the_memory(turbo):
     made = trainer(turbo)
     policy = made.policy
     plain = tiny.trainer()
+    assert "OnSibling" not in loop.names(plain)
     ours, theirs = (memory.memory(each.policy, each.config, each.policy.encode(["red"])) for each in (made, plain))
     frozen = sum(value.nbytes for value in policy.denoisers["transformer"].parameters() if not value.requires_grad)
     held = sum(value.nbytes for value in of(made).worn.values["transformer"].values())
@@ -369,11 +369,3 @@ def test_totals_and_the_sentence_by_hand():
     assert kept.sentence(found | {"weights": worn[1:]}) == (
         "on X at 4 steps: kept 0.84 [0.70, 0.98] of the gain with the LoRA at 0.5")
     assert kept.sentence(found | {"own": {"gain": whole | {"low": -0.1}}}) == "on X at 4 steps: no gain to keep"
-
-
-def test_the_extension_is_on_where_a_sibling_is_set(turbo):
-    config = tiny.config(eval__on={"model": str(turbo), "steps": 2})
-    assert sibling.OnSibling in [*extensions.active_extensions(config, resolve(config, "flow"))]
-    plain = tiny.config()
-    assert sibling.OnSibling not in [*extensions.active_extensions(plain, resolve(plain, "flow"))]
-    assert isinstance(of(trainer(turbo)).worn, Worn)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo.evaluation.measured import evenly
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.score import score
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import unwrap
@@ -118,8 +120,6 @@ class DenoiserHead(nn.Module):
 
     def __init__(self, policy: PipelinePolicy | None, width: int, evidence: bool = False,
                  sees: str | None = None) -> None:
-        from flowgrpo.rewards.find import find
-
         super().__init__()
         self.frozen, self.evidence = (policy,), evidence  # a tuple: not registered
         self.sees = {sees: find(sees)} if sees else {}
@@ -134,7 +134,6 @@ class DenoiserHead(nn.Module):
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Features [B, F] of images and their prompts."""
         from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-        from flowgrpo.rewards.score import score
 
         policy = unwrap(self.frozen[0])
         conditioning = policy.encode(list(prompts))

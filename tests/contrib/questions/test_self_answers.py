@@ -278,13 +278,9 @@ def test_the_agreement_of_own_answers_with_a_checker_by_hand():
     torch.testing.assert_close(answer_losses.agreement(own, checked), torch.tensor([0.75, 0.5, nan]), equal_nan=True)
 
 
-def watched(**options):
-    rewards = {"self_answers": {"args": {"length": 2}}, "bright": {"weight": 0.0}}
-    settings = config(reward=rewards, **{"train.epochs": 40} | options)
-    torch.manual_seed(0)
-    own = tiny_text.stir(tiny.drawing(guidance=1.0, shown=1.0, rank=0, answers=True), 0.02)
-    made = Trainer(settings, Accelerator(cpu=True), own, {
-        "self_answers": composed(length=2)["self_answers"], "bright": bright}, (ASKED, ASKED[:1]))
+def watched():
+    made = trainer(rewards=composed(length=2) | {"bright": bright}, reward={
+        "self_answers": {"args": {"length": 2}}, "bright": {"weight": 0.0}}, **{"train.epochs": 40})
     return made, loop.extension(made, "HeldOutAnswers")
 
 
