@@ -108,11 +108,13 @@ def test_the_average_follows_the_student_from_a_tenth_on():
 
 
 def test_the_schedule_counts_the_method_s_steps_and_others_are_of_this_loss():
-    made, student = trainer()
+    made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": 1.0}})
+    steps, ascent = [], student.ascent
+    student.ascent = lambda *given: steps.append(made.optimization.update) or ascent(*given)
     metrics = made.run_epoch()
     assert metrics["distil/gap"] > 0 and "ratio/step_0" in metrics
     assert made.optimization.update == 2 and made.optimization.unscheduled == 1
-    assert student.samples is None
+    assert student.samples is None and set(steps) == {0}  # those of the loss alone do not follow the reward
 
 
 def test_a_checkpoint_has_the_average_and_goes_on_bit_by_bit(tmp_path):
@@ -151,14 +153,6 @@ def test_the_gradient_of_the_rewards_that_have_one_is_added():
             value.data.copy_(before[key] - step / size * added[key])
         values.append(mean_red())
     assert 2.0 * 0.5 * (values[0] - values[1]) / 0.02 == pytest.approx(size, rel=0.05)
-
-
-def test_steps_of_the_loss_alone_do_not_follow_the_reward():
-    made, student = trainer(parts={"distil": SMALL["distil"] | {"ascent": 1.0}})
-    steps, ascent = [], student.ascent
-    student.ascent = lambda *given: steps.append(made.optimization.update) or ascent(*given)
-    made.run_epoch()
-    assert made.optimization.update == 2 and set(steps) == {0}
 
 
 def test_a_model_that_predicts_noise_is_refused_in_a_line():

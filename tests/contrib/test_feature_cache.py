@@ -7,7 +7,6 @@ import sys
 import feature_caches
 import pytest
 import torch
-from accelerate import Accelerator
 
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Rollout
@@ -20,9 +19,9 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny as pipelines
-from flowgrpo.train import Trainer
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers.refusals import refused
 
 STEPS = 6
 GRID = shift_grid(STEPS, 3.0)
@@ -128,9 +127,7 @@ def red(outputs, prompts):
 def trainer(kind: str | None = "first_block", name: str = "FluxPipeline", method: str = "diffusion_nft", **options):
     pipe, call = pipelines.make(name)
     settings = tiny.config(method=method, train__lr=1e-2, image__call=call, rollout__cache=kind, **options)
-    torch.manual_seed(settings.seed)
-    made = build.make_policy(settings, torch.device("cpu"), pipe)
-    return Trainer(settings, Accelerator(cpu=True), made, {"red": red}, ([Prompt(text) for text in tiny.PROMPTS], []))
+    return tiny.trainer_of(settings, {"red": red}, [Prompt(text) for text in tiny.PROMPTS], pipe)
 
 
 @pytest.mark.parametrize("name, guidance", [("FluxPipeline", 1.0), ("WanPipeline", 4.0)])
@@ -191,9 +188,8 @@ def test_it_goes_with_methods_that_read_finals_alone(method):
     setup = loop.setup(tiny.config(method=method, rollout__cache="first_block"))
     if method in FINALS:
         return extensions.check(setup)
-    with pytest.raises(UserError, match="^rollout.cache is first_block, which does not go with a method that trains "
-                                        ".*, which reads the steps of a rollout: leave one of them out$"):
-        extensions.check(setup)
+    refused("^rollout.cache is first_block, which does not go with a method that trains "
+            ".*, which reads the steps of a rollout: leave one of them out$", extensions.check, setup)
 
 
 @pytest.mark.parametrize("options, said", [
@@ -215,8 +211,7 @@ def test_refused_models_pairs_and_language_models():
     for given, said in ((dict(method="diffusion_dpo", preferences="pairs.jsonl"), "so that no image is sampled"),
                         (dict(method="grpo", model="starter_text"), "which is about denoisers")):
         config = load(None, {"rollout.cache": "mag", "train.group": 2, **given})
-        with pytest.raises(UserError, match=f"^rollout.cache is .*{said}"):
-            keys_read.check(loop.setup(config, build.kind(config)))
+        refused(f"^rollout.cache is .*{said}", lambda: keys_read.check(loop.setup(config, build.kind(config))))
 
 
 @pytest.mark.parametrize("name, kind, said", [
@@ -224,8 +219,7 @@ def test_refused_models_pairs_and_language_models():
     ("Flux2Pipeline", "first_block", r"which diffusers cannot do for Flux2Pipeline \(No cache context is set"),
     ("ChromaPipeline", "mag", r"which diffusers cannot do for ChromaPipeline \(Model class")])
 def test_what_diffusers_cannot_do_is_said_before_the_first_epoch(name, kind, said):
-    with pytest.raises(UserError, match=f"^rollout.cache is {kind}, {said}.*: use another, or leave it out$"):
-        trainer(kind, name)
+    refused(f"^rollout.cache is {kind}, {said}.*: use another, or leave it out$", trainer, kind, name)
 
 
 def test_a_row_of_distances_and_the_page_of_the_numbers():

@@ -9,12 +9,11 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.contrib.downsampling import Consistent, ResampleCorrect
 from flowgrpo.contrib.group_replay import GroupReplay, priority
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.training import extensions, sampling
 from flowgrpo.types import Context, RewardColumns, RunState
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def by_place(outputs, prompts):
@@ -129,8 +128,7 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
      "n is 9, expected at most the 4 samples")])
 def test_what_cannot_be_recorded_or_left_out_is_refused(parts, options, told):
     settings = tiny.config(parts={"replay": {"type": "GroupReplay"}} | parts, **options)
-    with pytest.raises(UserError, match=told):
-        extensions.check(loop.setup(settings))
+    refused(told, lambda: extensions.check(loop.setup(settings)))
 
 
 @pytest.mark.parametrize("options", [dict(size=0), dict(age=0), dict(alpha=-1.0), dict(more=-0.1)])

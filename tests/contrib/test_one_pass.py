@@ -1,5 +1,6 @@
 """Updates that read the graphs of the rollout, and the scripts that measure them."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from flowgrpo.config import load
 from flowgrpo.contrib.one_pass import HeldGrower, HeldPart, HeldSteps, OnePass
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.samplers import growth
 from flowgrpo.samplers.grids import shift_grid
@@ -23,7 +23,7 @@ from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import StepRecord, noise_like
 from flowgrpo.training import credit, extensions, memory, sampling
 from tests.helpers import features, golden_files, loop, tiny, tiny_runs, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 @pytest.fixture
@@ -408,17 +408,17 @@ def test_both_sides_do_the_same_work_and_every_ratio_is_printed(clone, monkeypat
     assert all(float(cell.split()[0]) > 0 for cell in cells[1:])
 
 
-def test_another_mean_of_the_log_probability_ends_it_before_any_clock(clone, monkeypatch, capsys):
-    file = clone / beside_flow_grpo.FOLDER / "sd3_sde_with_logprob.py"
-    file.write_text(STEP.replace("score.mean(", "score.sum("))
-    code, lines = ran(monkeypatch, capsys, str(clone), *SMALL)
-    assert code == 2 and len(lines) == 2
-    assert lines[1].startswith("log-probabilities differ by ") and "expected 1e-05 at most" in lines[1]
-
-
-def test_a_shared_first_noise_is_other_work(clone, monkeypatch, capsys):
-    code, lines = ran(monkeypatch, capsys, str(clone), *SMALL, "--option", "parts.roots=1")
-    assert code == 2 and lines[1].startswith("replay: {'forward': 28, 'backward': 6} rows, expected {'forward': 32, ")
+@pytest.mark.parametrize("file, text, words, told", [
+    ("sde", STEP.replace("score.mean(", "score.sum("), SMALL,
+     "^log-probabilities differ by .*expected 1e-05 at most"),
+    ("sde", STEP, [*SMALL, "--option", "parts.roots=1"],  # a shared first noise
+     "^replay: {'forward': 28, 'backward': 6} rows, expected {'forward': 32, "),
+    ("pipeline", "", [], "has no attribute 'pipeline_with_logprob', expected a clone of yifan123/flow_grpo")],
+    ids=["another mean", "other work", "no such function"])
+def test_what_is_not_comparable_ends_before_any_clock(file, text, words, told, clone, monkeypatch, capsys):
+    (clone / beside_flow_grpo.FOLDER / f"sd3_{file}_with_logprob.py").write_text(text)
+    code, lines = ran(monkeypatch, capsys, str(clone), *words)
+    assert code == 2 and len(lines) == 1 + bool(words) and re.search(told, lines[-1])
 
 
 @pytest.mark.fast
@@ -426,8 +426,7 @@ def test_rows_of_repetitions_and_of_saved_steps():
     theirs = {"forward": 32, "backward": 8}
     found = {"one_pass": {"forward": 24, "backward": 8}, "theirs": theirs}
     beside_flow_grpo.require_same_work(found, 8)
-    with pytest.raises(UserError, match="one_pass: .* rows, expected {'forward': 28, "):
-        beside_flow_grpo.require_same_work(found, 4)
+    refused("one_pass: .* rows, expected {'forward': 28, ", beside_flow_grpo.require_same_work, found, 4)
     found = [{"replay": replay, "one_pass": 1.0, "bare": 3.0, "theirs": 2.0, "same": 2.0} for replay in (1.0, 3.0, 2.0)]
     assert beside_flow_grpo.line("all_of_10", found) == (
         "| all_of_10 | 1.00 (0.50, 1.50, 1.00) | 0.50 (0.50, 0.50, 0.50) | 1.00 (0.50, 1.50, 1.00) | "
@@ -442,12 +441,6 @@ def test_a_folder_without_flow_grpo(monkeypatch, capsys, tmp_path):
     code, [line] = ran(monkeypatch, capsys, str(tmp_path))
     assert code == 2 and line == (f"{tmp_path} has no folder flow_grpo/diffusers_patch, expected a clone of "
                                   "yifan123/flow_grpo: git clone https://github.com/yifan123/flow_grpo")
-
-
-def test_a_clone_without_the_function(clone, monkeypatch, capsys):
-    (clone / beside_flow_grpo.FOLDER / "sd3_pipeline_with_logprob.py").write_text("")
-    code, [line] = ran(monkeypatch, capsys, str(clone))
-    assert code == 2 and "has no attribute 'pipeline_with_logprob', expected a clone of yifan123/flow_grpo" in line
 
 
 @pytest.mark.parametrize("case", one_pass_ratio.CASES)

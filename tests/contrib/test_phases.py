@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from flowgrpo.contrib.phases import Carried, Phases
 from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -15,7 +14,6 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.tools.check.tiny import videos
-from flowgrpo.train import Trainer
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
 
@@ -128,9 +126,7 @@ def test_a_phase_of_videos_has_other_frames():
              "image__call": {"max_sequence_length": call["max_sequence_length"]}}
     settings = tiny.config(**sizes, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
                            phases=[{"at": 1, "set": {"image.frames": 1}}])
-    policy = build.make_policy(settings, torch.device("cpu"), pipe)
-    made = Trainer(settings, Accelerator(cpu=True), policy,
-                   {"red": lambda videos, prompts: videos[:, 0, 0].mean((1, 2))}, (PROMPTS, []))
+    made = tiny.trainer_of(settings, {"red": lambda videos, prompts: videos[:, 0, 0].mean((1, 2))}, PROMPTS, pipe)
     frames = []
     loop.watch(made, on_drawn=lambda epoch: frames.append(epoch.parts[0].finals[0].shape[2]))
     for made.epoch in range(2):

@@ -18,7 +18,7 @@ from flowgrpo.training import sampling
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import Completions, Context, PromptGroups, RewardColumns, RunState, SampleMeasures, Scored
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, draw, f64
 
 NAN = math.nan
@@ -128,8 +128,7 @@ def test_missing_rewards_and_measures_of_texts():
         assert found[0, 1] == 0 and found.isfinite().all() and found.shape == (1, 4)
     for parts in ({"advantage": {"type": "Conditional", "metric": "entropy"}}, {"advantage": {
             "type": "Consistency", "advantage": {"type": "Conditional", "metric": "length"}}}):
-        with pytest.raises(UserError, match="of completions: the steps of a denoiser all have the same$"):
-            resolve(tiny.config(parts=parts))
+        refused("of completions: the steps of a denoiser all have the same$", resolve, tiny.config(parts=parts))
     with pytest.raises(UserError, match="log-probabilities under the reference, and noised finals have none$"):
         resolve(tiny.config(method="diffusion_nft", parts={"advantage": {"type": "Confidence"}}))
 

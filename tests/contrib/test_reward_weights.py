@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.types import Context, RunState
 from tests.helpers import tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, f64
 
 ONE, OTHER, NONE = [1, 1, -1, -1], [1, -1, 1, -1], [0, 0, 0, 0]  # advantages of a group of four: orthogonal, and silent
@@ -69,8 +69,7 @@ def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
     ([1, -1], "expected 0 or more, and one above"), ([0, 0], "expected 0 or more, and one above"),
     ([1], "one weight per reward")])
 def test_what_cannot_be(weights, told):
-    with pytest.raises(ValueError, match=told):
-        reward_weights.Influence()(columns(ONE, OTHER), weights)
+    refused(told, reward_weights.Influence(), columns(ONE, OTHER), weights, error=ValueError)
 
 
 # --- over a run ------------------------------------------------------------------------------------------------------
@@ -142,8 +141,7 @@ def test_misses_and_forward_correction():
     ("Hypervolume", {"short": -1.0}, "expected at most 4 of 0 or more"),
     ("Influence", {"short": -1.0}, "expected 0 or more, and one above")])
 def test_rewards_that_a_part_cannot_read_are_refused_before_a_run(part, rewards, message):
-    with pytest.raises(UserError, match=message):
-        tiny_text.trainer(reward=rewards, parts__advantage__type=part)
+    refused(message, tiny_text.trainer, reward=rewards, parts__advantage__type=part)
 
 
 NAN = math.nan
@@ -179,8 +177,7 @@ def test_flaws_between_right_and_wrong():
         assert found == pytest.approx(expected, abs=1e-6)
     both = [given({"a": 1, "b": 1, "c": 0}), given({"a": 1, "b": 0, "c": 1})]
     assert values(rewards.find("flawed", {"rewards": both}), "abc") == [1, 0, -1]
-    with pytest.raises(UserError, match="rewards is .*, expected two rewards"):
-        rewards.find("flawed", {"rewards": both[:1]})
+    refused("rewards is .*, expected two rewards", rewards.find, "flawed", {"rewards": both[:1]})
 
 
 def test_a_recheck_asks_of_a_share_of_the_rejected():

@@ -122,10 +122,10 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
                    ([Prompt(text) for text in PROMPTS], []))
 
 
-def trainer_of(settings: Config, rewards: dict[str, Any], prompts: list[Prompt]) -> Trainer:
-    """A Trainer of a configuration on the tiny SD3."""
+def trainer_of(settings: Config, rewards: dict[str, Any], prompts: list[Prompt], pipe: Any = None) -> Trainer:
+    """A Trainer of a configuration on the tiny SD3, or on another pipeline."""
     torch.manual_seed(settings.seed)
-    made = build.make_policy(settings, torch.device("cpu"), sd3())
+    made = build.make_policy(settings, torch.device("cpu"), pipe or sd3())
     return Trainer(settings, Accelerator(cpu=True), made, rewards, (prompts, []))
 
 

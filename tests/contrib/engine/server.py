@@ -1,7 +1,7 @@
 """An engine of the tests: the HTTP API of SGLang-Diffusion 0.5.23 around a tiny diffusers pipeline, on the loopback.
 
 It is written after that API and shares no code with the client. Samples come from the pipeline's own call, whose
-scheduler draws the steps; its transitions are `FlowSDE` and `CPS`. A fault of FAULTS can be planted.
+scheduler draws the steps; its transitions are `FlowSDE` and `CPS`. A fault can be planted.
 """
 
 import hashlib
@@ -23,8 +23,6 @@ from flowgrpo.samplers.kernels import CPS, FlowSDE
 from tests.helpers import tiny
 from tests.helpers.servers import running
 
-FAULTS = ("wrong sigma", "unsaid sigma", "another LoRA", "no LoRA", "bf16 states", "dropped request", "repeated seed",
-          "time-out", "wrong kernel", "shuffled batch", "mixed prompts", "no tensor", "pickle", "names")
 # Fields of a request, with their defaults.
 FIELDS: dict[str, Any] = {
     "prompt": None, "negative_prompt": None, "seed": None, "generator_device": "cuda", "width": None, "height": None,

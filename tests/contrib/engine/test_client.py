@@ -18,7 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.samplers.kernels import CPS, FlowSDE
 from tests.contrib.engine.server import TinyEngine, engine_names, packed, serving
 from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 VALUES = [None, True, False, 0, 127, 128, 2**63, -1, -2**40, 0.5, "", "a" * 40, "ü", b"", b"\x00" * 300, [], [1, [2]],
           {"a": {"b": [1.5, None]}}, list(range(20)), {str(k): k for k in range(20)}]
@@ -46,8 +46,7 @@ def test_every_form_of_a_value_is_read(content, value):
     (b"\x81\xc0\x01", "key is of the type NoneType"), (b"\x91" * 100 + b"\x01", "more than 64"),
     (struct.pack(">BI", 0xdd, 2**32 - 1), "ends within"), (b"\xa1\xff", "utf-8")])
 def test_other_bytes_are_refused(content, why):
-    with pytest.raises(ValueError, match=why):
-        client.unpack(content)
+    refused(why, client.unpack, content, error=ValueError)
 
 
 def request(**changes):
@@ -112,8 +111,7 @@ def test_busy_absent_and_refusing_servers(url, own):
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://user:word@host", "http://host:0",
     "http://[::1", "http://h\u00f6st:1", "http://h ost:1", "http://h:99999", "http://h\n:1"])
 def test_an_address_of_another_form_is_refused(url):
-    with pytest.raises(UserError, match="rollout.engine is .*: expected the address of an engine"):
-        Engine(url)
+    refused("rollout.engine is .*: expected the address of an engine", Engine, url)
 
 
 def test_memory_is_released_and_a_hash_is_of_dtype_shape_and_bytes(url):
@@ -201,8 +199,7 @@ def test_a_sample_of_another_form_is_a_line(change, told):
     engine, good = Engine("http://127.0.0.1:1"), copy.deepcopy(SENT)
     assert engine._sample(copy.deepcopy(SENT), request(means=False)).states.shape == STATES.shape
     change(good)
-    with pytest.raises(EngineError, match=re.escape(told)):
-        engine._sample(good, request(means=False))
+    refused(re.escape(told), engine._sample, good, request(means=False), error=EngineError)
 
 
 @pytest.mark.parametrize("means, told", [
@@ -212,8 +209,7 @@ def test_a_sample_of_another_form_is_a_line(change, told):
 def test_means_of_another_form_are_a_line(means, told):
     sent = SENT | {"rollout_debug_tensors": {"rollout_prev_sample_means": tensor_of(means),
                                              "rollout_model_outputs": tensor_of(torch.zeros(4, 1, 4, 4))}}
-    with pytest.raises(EngineError, match=re.escape(told)):
-        Engine("http://127.0.0.1:1")._sample(sent, request())
+    refused(re.escape(told), Engine("http://127.0.0.1:1")._sample, sent, request(), error=EngineError)
 
 
 def test_a_success_is_true_and_no_text(monkeypatch):
@@ -224,7 +220,6 @@ def test_a_success_is_true_and_no_text(monkeypatch):
 
 
 def test_messages_of_many_values_and_what_json_lacks():
-    with pytest.raises(ValueError, match="too many values"):
-        client.unpack(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
+    refused("too many values", client.unpack, struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21, error=ValueError)
     with pytest.raises(UserError, match="rollout.engine: a request is not JSON"):
         Engine("http://127.0.0.1:1").rollout(request(further={"guidance_scale": math.nan}))

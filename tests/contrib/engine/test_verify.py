@@ -11,11 +11,10 @@ from flowgrpo.contrib.engine import verify
 from flowgrpo.contrib.engine.client import Engine, EngineError
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.contrib.engine.verify import Asked, Row
-from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 
 ASKED = Asked(("red", "blue"), count=2, steps=4)
 
@@ -158,8 +157,7 @@ def test_a_lora_that_an_engine_changes_is_refused(tmp_path):
     PipelinePolicy(tiny.sd3(), Adapter(rank=2, dora=True), call=tiny.CALL).weights.save(tmp_path / "lora")
     assert "has use_dora, expected a plain LoRA" in message(lambda: verify.adapter_of(tmp_path / "lora"))
     (tmp_path / "other.safetensors").write_bytes(b"other")
-    with pytest.raises(UserError, match="expected a LoRA of a denoiser with its rank"):
-        verify.adapter_of(tmp_path / "other.safetensors")
+    refused("expected a LoRA of a denoiser with its rank", verify.adapter_of, tmp_path / "other.safetensors")
 
 
 @pytest.mark.parametrize("options, said", [

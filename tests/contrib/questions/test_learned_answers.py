@@ -20,7 +20,7 @@ from flowgrpo.rewards import find
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.starter import scenes
 from flowgrpo.tools.learned_rewards.training import Settings
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 PROMPTS = ["a star", "three black rings", "a drawing of a ring above a cross", "a red circle and a blue star"]
 
@@ -159,8 +159,7 @@ def test_every_question_is_read_and_every_other_refused():
     texts = [each.question for each in all_questions()]
     # 6 shapes, 36 with a colour, 6 numbers and that of all, 2 x 6 colours, 30 places, 120 relations
     assert len(texts) == len(set(texts)) == 211 and all(read_question(text) for text in texts)
-    with pytest.raises(ValueError, match="no question about the starter's world"):
-        read_question("Is there a dog in the picture?")
+    refused("no question about the starter's world", read_question, "Is there a dog in the picture?", error=ValueError)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

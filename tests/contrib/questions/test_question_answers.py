@@ -9,13 +9,12 @@ import torch
 from flowgrpo.contrib.questions.caption_answers import CaptionAnswers
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers, find_choice
 from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, plural, writer
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.starter.scenes import parse
 from tests.helpers.chat_endpoint import QUICK, endpoint, level_of, parts, said, shades
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tiny_blip import normalised, pictures
 from tests.rewards.conftest import answering  # noqa: F401 a fixture
 
@@ -162,8 +161,7 @@ def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
         assert reward(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 5
         assert QuestionAnswers(**settings)(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 6
         (tmp_path / "kept" / "questions.jsonl").write_text('{"prompt": "x"}\n')
-        with pytest.raises(UserError, match="line 1: .*: remove the line"):
-            QuestionAnswers(**settings)
+        refused("line 1: .*: remove the line", QuestionAnswers, **settings)
 
 
 @pytest.mark.parametrize("arguments, told", [
@@ -177,12 +175,10 @@ def test_mistakes_are_told_in_one_line(arguments, told):
 
 
 def test_missing_questions_weights_and_answers():
-    with pytest.raises(UserError, match=r"^reward 'question_answers': /no/folder cannot be loaded .*: fetch it and "
-                                        r"give its folder as args: \{vqa: \{model: FOLDER\}\}$"):
-        QuestionAnswers(vqa={"model": "/no/folder"})
+    refused(r"^reward 'question_answers': /no/folder cannot be loaded .*: fetch it and "
+            r"give its folder as args: \{vqa: \{model: FOLDER\}\}$", QuestionAnswers, vqa={"model": "/no/folder"})
     reward = QuestionAnswers(by="judge")
-    with pytest.raises(UserError, match="no question can be made of the prompt 'fog': give metadata"):
-        reward(shades(1), ["fog"], [{}])
+    refused("no question can be made of the prompt 'fog': give metadata", reward, shades(1), ["fog"], [{}])
     with endpoint(lambda body, number: said("who knows")) as server:
         [found] = CaptionAnswers(url=server.url, **QUICK)(["a"], ["p"], [{"questions": QUESTIONS}])
     assert isinstance(found, Failed)

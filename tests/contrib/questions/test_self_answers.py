@@ -36,7 +36,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training.sampling import Scorer
 from tests.helpers import loop, tiny_runs, tiny_text
 from tests.helpers import tiny_vision as tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 ASKED = [Prompt(f"{a}+1=", metadata={"questions": [
     {"question": f"{a}+1=", "answer": str(a + 1), "choices": ["2", "3", "4"]},
@@ -218,8 +218,7 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
     assert made.scoring.waits and not trainer().scoring.waits
     with pytest.raises(UserError, match="a model that reads and generates images by the same weights, such as Janus"):
         rewards["self_answers"].function(pictures, ["1"], metadata, None)
-    with pytest.raises(UserError, match="which changes: set cache: false"):
-        compose({"self_answers": WatchRule(cache=True)}, "folder")
+    refused("which changes: set cache: false", compose, {"self_answers": WatchRule(cache=True)}, "folder")
     assert "condition is 'x' and length 1" in message(composed, condition="x")
     assert "strict is 2, expected 0 to 1" in message(composed, strict=2)
 
@@ -319,16 +318,14 @@ def test_stopping_by_the_agreement_needs_a_checker():
     ({"source": {"failed": True, "solved": False, "mastered": False}}, "learns only from the run's own images"),
     ({"reader": "me"}, "reader is 'me'"), ({"samples": 1}, "samples is 1, expected")])
 def test_parts_that_do_not_go_together(options, told):
-    with pytest.raises(UserError, match=told):
-        resolve(config(data=options), "image tokens")
+    refused(told, resolve, config(data=options), "image tokens")
 
 
 def test_answers_of_models_that_do_not_draw_and_rewards_without_a_checker_are_refused():
     assert SelfAnswers().source.right == 1.0 and not SelfAnswers().source.failed
     with pytest.raises(UserError, match="asks about images that the model generates by tokens: set text.generates"):
         resolve(config(**{"text.generates": "text"}), "tokens")
-    with pytest.raises(UserError, match="the prompt 'a cat' gives no question: expected metadata"):
-        of_claims(Prompt("a cat"), random.Random(0))
+    refused("the prompt 'a cat' gives no question: expected metadata", of_claims, Prompt("a cat"), random.Random(0))
     alone = config(reward={"self_answers": 1.0})
     with pytest.raises(UserError, match="is the model's judgement of itself, .*: add another reward, or a checker to"):
         answer_losses.HeldOutAnswers.require(loop.setup(alone, "image_tokens"))

@@ -23,6 +23,7 @@ from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
+from tests.helpers.refusals import refused
 from tests.helpers.tiny_runs import assert_same_weights, lines
 
 
@@ -255,8 +256,7 @@ def test_a_head_that_sees_a_reward_too(model, tmp_path):
     """Its score is the last feature, of a session and of the reward that it leaves."""
     of = config(model, tmp_path)
     assert sat(of, 4, sees="sharpness") == 2
-    with pytest.raises(UserError, match="sees sharpness: give --sees sharpness"):
-        sat(of, 7, resume=True)
+    refused("sees sharpness: give --sees sharpness", sat, of, 7, resume=True)
     assert sat(of, 7, resume=True, sees="sharpness") == 3
     plain = config(model, tmp_path / "plain")
     assert sat(plain, 2) == 1
@@ -272,8 +272,7 @@ def test_a_session_of_other_features_is_told(model, tmp_path):
     of = config(model, tmp_path)
     assert sat(of, 2) == 1
     save_file({"shown": torch.zeros(2, 4, 3)}, of.folder / FEATURES / "00000.safetensors")
-    with pytest.raises(UserError, match="of an earlier version, whose features are others: begin a new one"):
-        sat(of, 4, resume=True)
+    refused("of an earlier version, whose features are others: begin a new one", sat, of, 4, resume=True)
 
 
 def test_what_is_said_of_sessions_that_chose_nothing_or_ended_early(model, tmp_path, monkeypatch):

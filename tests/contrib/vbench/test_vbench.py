@@ -12,7 +12,7 @@ from flowgrpo import rewards
 from flowgrpo.contrib.vbench import dimensions
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 CLIPS = (torch.rand(2, 4, 3, 30, 45, generator=torch.Generator().manual_seed(2)) * 255).round() / 255
 
@@ -88,9 +88,8 @@ def test_features_in_half_precision_are_near_fp32(dtype):
 @pytest.mark.parametrize("name", ["temporal_flickering", "subject_consistency"])
 def test_clips_of_one_frame_are_refused(name):
     args = {"parts": (torch.nn.Identity(),), "device": "cpu"} if name == "subject_consistency" else {}
-    with pytest.raises(UserError, match=rf"reward '{name}': got videos of shape \[2, 1, 3, 30, 45\], expected .* at "
-                                        "least two frames"):
-        scored(name, CLIPS[:, :1], **args)
+    refused(rf"reward '{name}': got videos of shape \[2, 1, 3, 30, 45\], expected .* at "
+            "least two frames", scored, name, CLIPS[:, :1], **args)
 
 
 # --- the package -----------------------------------------------------------------------------------------------------
@@ -188,8 +187,7 @@ def test_what_vbench_needs_is_told_at_the_start(tmp_path):
     assert "dimension is 'hue', expected subject_consistency, " in message(rewards.find, "vbench", {"dimension": "hue"})
     with pytest.raises(UserError, match="reward 'vbench': device is 'cuda:99', expected .*cpu: take one of these"):
         rewards.find("vbench", {"device": "cuda:99"})
-    with pytest.raises(UserError, match=f"{sys.executable} has no package vbench: python -m venv vbench && "
-                                        r"vbench/bin/pip install vbench, and give args: \{python: vbench/bin/python\}"):
-        rewards.find("vbench")
+    refused(f"{sys.executable} has no package vbench: python -m venv vbench && "
+            r"vbench/bin/pip install vbench, and give args: \{python: vbench/bin/python\}", rewards.find, "vbench")
     with pytest.raises(UserError, match="nowhere/python does not run .*: python -m venv vbench"):
         rewards.find("vbench", {"python": f"{tmp_path}/nowhere/python"})
