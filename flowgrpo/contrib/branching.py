@@ -6,10 +6,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.text.samplers.decoding import Decoding, apply_temperature
-from flowgrpo.text.samplers.groups import concatenate, regrown, reorder
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.groups import concatenate, regrown, reorder, rows_of_log_probs
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap
 
@@ -78,17 +77,9 @@ class SemanticBranches(CriticalTokens):
     @torch.no_grad()
     def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                     decoding: Decoding) -> Tensor:
-        if not policy.head_alone(tokenized):
-            raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: set parts.draws: "
-                            "{type: CriticalTokens}")
-        ids, mask = completions.ids, completions.mask
-        states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.head
-        embeddings, heat = policy.model.get_input_embeddings().weight, decoding.temperatures(ids)
-        entropy = torch.zeros(ids.shape)
-        for row in range(len(ids)):  # row by row: the vocabulary may be large
-            counted = mask[row]
-            logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
-            log_probs = decoding(apply_temperature(logits, None if heat is None else heat[row, counted]))
+        entropy, embeddings = torch.zeros(completions.ids.shape), policy.model.get_input_embeddings().weight
+        for row, counted, log_probs in rows_of_log_probs(policy, tokenized, completions.ids, completions.mask, decoding,
+                                                         "set parts.draws: {type: CriticalTokens}"):
             entropy[row, counted] = semantic_entropy(log_probs, embeddings, self.candidates).cpu()
         return entropy
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import OnePassKeys
+from flowgrpo.data.prompts import encodable
 from flowgrpo.device import AUTO, free_memory, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities, targets
@@ -280,14 +281,13 @@ def _can_keep_graphs(trainer: Run) -> bool:
 
 def _graph_bytes(trainer: Run) -> float:
     """Bytes of this process with the graphs; infinite where those of a reward model are not known."""
-    config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
+    config, policy = trainer.config, cast(PipelinePolicy, trainer.policy)
     sizes = memory.reward_weights(config)
     if any(size is None for size in sizes.values()):
         return math.inf
     before, states = policy.evaluations, torch.get_rng_state()
     encode = encoded_prompts.prompt_cache(config, policy, policy.live)
-    negative = config.negative_prompt if prompt.negative is None else prompt.negative
-    conditioning = encode([prompt.text], [negative], [prompt.brings])
+    conditioning = encode(*encodable(trainer.prompts[:1], config.negative_prompt))
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     own = config.having({"train.prompts": math.ceil(config.train.prompts / trainer.processes.count),

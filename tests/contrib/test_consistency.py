@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods.distillation import consistency_target
-from tests.helpers import loop, tiny, tiny_runs, updates
-from tests.helpers.tiny_runs import copies, next_epochs, same
+from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers.tiny_runs import copies, same
 
 SMALL = {"distil": {"type": "ConsistencyDistillation", "batch": 8, "updates": 2, "jumps": 5}}
 
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_huber_s_loss_by_a_finite_difference():
             total += 2 * F.huber_loss(u.double(), target.double(), delta=0.25).item() / 8
         return total
 
-    updates.require_slope(student.live, value)
+    tiny_runs.require_slope(student.live, value)
 
 
 def test_a_pipeline_that_takes_one_time_a_call_has_the_same_gradient():
@@ -118,13 +118,9 @@ def test_the_schedule_counts_the_method_s_steps_and_others_are_of_this_loss():
 
 
 def test_a_checkpoint_has_the_average_and_goes_on_bit_by_bit(tmp_path):
-    (through, _), (first, student), (again, resumed) = trainer(), trainer(), trainer()
-    next_epochs(through, 3)
-    next_epochs(first, 1)
-    tiny_runs.resume(first, again, tmp_path)
-    assert same(resumed.average, student.average) and resumed.averaged == student.averaged == 2
-    next_epochs(again, 2)
-    tiny_runs.assert_same_weights(again, through)
+    both = tiny_runs.assert_resumes(lambda: trainer()[0], tmp_path, 1, 2)[:2]
+    whole, resumed = (loop.extension(each, "ConsistentStudent") for each in both)
+    assert same(resumed.average, whole.average) and resumed.averaged == whole.averaged == 6
 
 
 def test_the_gradient_of_the_rewards_that_have_one_is_added():

@@ -11,7 +11,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.training import credit, extensions
-from tests.helpers import loop, tiny, tiny_runs, updates
+from tests.helpers import loop, tiny, tiny_runs
 from tests.helpers.refusals import message
 from tests.helpers.tiny_runs import copies, next_epochs, same
 
@@ -133,7 +133,7 @@ def test_the_gradient_is_the_directions_by_a_finite_difference():
 
     with torch.no_grad():
         value()
-    updates.require_slope(spent.live, value)
+    tiny_runs.require_slope(spent.live, value)
 
 
 def test_a_run_without_rewards_replays_nothing_and_one_with_them_adds_both():
@@ -151,13 +151,8 @@ def test_a_run_without_rewards_replays_nothing_and_one_with_them_adds_both():
 
 
 def test_a_checkpoint_has_the_fake_score_and_its_moments_and_goes_on_bit_by_bit(tmp_path):
-    (through, whole), (first, spent), (again, resumed) = trainer("dmdr"), trainer("dmdr"), trainer("dmdr")
-    next_epochs(through, 3)
-    next_epochs(first, 1)
-    tiny_runs.resume(first, again, tmp_path)
-    assert same(resumed.fake.values, spent.fake.values)
-    next_epochs(again, 2)
-    tiny_runs.assert_same_weights(again, through)
+    both = tiny_runs.assert_resumes(lambda: trainer("dmdr")[0], tmp_path, 1, 2)[:2]
+    whole, resumed = (loop.extension(each, "MatchedStudent") for each in both)
     assert same(resumed.fake.values, whole.fake.values)
 
 

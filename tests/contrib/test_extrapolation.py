@@ -95,12 +95,7 @@ def test_a_jump_is_that_of_every_weight_along_its_own_path():
 
 @pytest.mark.parametrize("done", [2, 3])
 def test_a_resumed_run_jumps_and_takes_back_alike(done, tmp_path):
-    rewards = [0.1, 0.2, 0.3, 0.2, 0.3]
-    made, other = run(rewards), run(rewards)
-    next_epochs(made, done)
-    tiny_runs.resume(made, other, tmp_path)
-    assert next_epochs(made, 5 - done) == next_epochs(other, 5 - done)
-    tiny_runs.assert_same_weights(made, other)
+    tiny_runs.assert_resumes(lambda: run([0.1, 0.2, 0.3, 0.2, 0.3]), tmp_path, done, 5 - done)
 
 
 @pytest.mark.parametrize("options, named", [

@@ -54,14 +54,8 @@ def test_a_first_block_cache_skips_all_other_blocks_behind_the_first_step_of_eve
     assert (cache.calls, cache.computed) == (branches * blocks * STEPS, branches * (blocks + STEPS - 1))
     assert 0 < (found - plain).norm() < plain.norm()
     assert torch.equal(drawn(made), found)  # it was empty again
-
-
-@pytest.mark.parametrize("name, guidance", [("FluxPipeline", 1.0), ("WanPipeline", 4.0)])
-def test_a_cache_that_skips_nothing_changes_nothing(name, guidance):
-    made = policy(name, guidance)
-    plain, cache = drawn(made), cache_of(made, cache_threshold=1e-9)
-    made.driver.around_rollout = cache
-    assert torch.equal(drawn(made), plain) and cache.computed == cache.calls > 0
+    made.driver.around_rollout = idle = cache_of(made, cache_threshold=1e-9)
+    assert torch.equal(drawn(made), plain) and idle.computed == idle.calls > 0  # one that skips nothing
 
 
 @torch.no_grad()

@@ -96,12 +96,8 @@ def test_samples_that_wait_train_in_a_later_epoch():
 
 @pytest.mark.parametrize("kind, texts", KINDS)
 def test_recorded_groups_are_in_the_checkpoint_and_the_next_epoch_is_the_same(kind, texts, tmp_path):
-    made, other = (trainer(kind, texts, more=0.5) for _ in range(2))
-    tiny_runs.next_epochs(made, 1)
-    tiny_runs.resume(made, other, tmp_path)
-    one, two = made.run_epoch(), other.run_epoch()
-    assert one["replayed_groups"] == 1 and one["grad_norm"] == two["grad_norm"] and one["loss"] == two["loss"]
-    tiny_runs.assert_same_weights(made, other)
+    _, _, [line] = tiny_runs.assert_resumes(lambda: trainer(kind, texts, more=0.5), tmp_path, 1, 1)
+    assert line["replayed_groups"] == 1
 
 
 @pytest.mark.parametrize("learned", [True, False])

@@ -133,10 +133,7 @@ def test_a_run_without_spikes_is_bit_equal_to_one_without_a_guard(kind):
 @pytest.mark.parametrize("done", [2, AT - 1, AT + 1])
 def test_a_resumed_run_is_the_same(done, tmp_path):
     """Before the band is full, before a return, and behind one."""
-    made, other = turning(range(AT, AT + 1)), turning(range(AT, AT + 1))
-    next_epochs(made, done)
-    tiny_runs.resume(made, other, tmp_path)
-    assert next_epochs(made, 12 - done) == next_epochs(other, 12 - done)
+    made, other, _ = tiny_runs.assert_resumes(lambda: turning(range(AT, AT + 1)), tmp_path, done, 12 - done)
     assert same_state(snapshot(made), snapshot(other)) and same_state(guard_of(made).good, guard_of(other).good)
     assert guard_of(made).returns == guard_of(other).returns != []
     assert made.optimization.scale == other.optimization.scale == 0.5

@@ -164,9 +164,35 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return bool(one) and one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def assert_resumes(make: Callable[[], Any], folder: Path, done: int, more: int) -> tuple[Any, Any, list[dict]]:
+    """Require that a run which goes on from a checkpoint of `done` epochs has the metrics and weights of one without a
+    break `more` epochs later. Return this one, the resumed one, and the metrics of these epochs."""
+    made, other = make(), make()
+    next_epochs(made, done)
+    resume(made, other, folder)
+    lines = next_epochs(made, more)
+    assert next_epochs(other, more) == lines
+    assert_same_weights(other, made)
+    return made, other, lines
+
+
 def assert_same_weights(made, other, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Require that two runs, or snapshots of weights, have the same trained weights."""
     one, two = (each if isinstance(each, dict) else each.policy.weights.snapshot() for each in (made, other))
     assert one.keys() == two.keys()
     for key, tensor in one.items():
         torch.testing.assert_close(tensor, two[key], rtol=rtol, atol=atol)
+
+
+@torch.no_grad()
+def require_slope(live: dict[str, torch.nn.Parameter], value: Callable[[], float], step: float = 1e-2) -> None:
+    """Require that the largest entry of the gradients is the finite difference of a value of the weights."""
+    parameter = max(live.values(), key=lambda each: each.grad.abs().max())
+    place = int(parameter.grad.abs().argmax())
+    slope, found = parameter.grad.flatten()[place].item(), []
+    for change in (step, -step):
+        parameter.view(-1)[place] += change
+        found.append(value())
+        parameter.view(-1)[place] -= change
+    difference = (found[0] - found[1]) / (2 * step)
+    assert abs(difference - slope) < 0.02 * abs(slope) + 1e-7, (difference, slope)

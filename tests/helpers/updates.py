@@ -1,6 +1,6 @@
 """An update of a trainer in its two halves: the parts of an epoch that teach, and the gradient of their loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,17 +43,3 @@ def assert_one_gradient(found: Sequence[torch.Tensor]) -> None:
     assert found[0].norm() > 0
     for other in found[1:]:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
-
-
-@torch.no_grad()
-def require_slope(live: dict[str, torch.nn.Parameter], value: Callable[[], float], step: float = 1e-2) -> None:
-    """Require that the largest entry of the gradients is the finite difference of a value of the weights."""
-    parameter = max(live.values(), key=lambda each: each.grad.abs().max())
-    place = int(parameter.grad.abs().argmax())
-    slope, found = parameter.grad.flatten()[place].item(), []
-    for change in (step, -step):
-        parameter.view(-1)[place] += change
-        found.append(value())
-        parameter.view(-1)[place] -= change
-    difference = (found[0] - found[1]) / (2 * step)
-    assert abs(difference - slope) < 0.02 * abs(slope) + 1e-7, (difference, slope)

@@ -258,6 +258,19 @@ def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes
     return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, texts)
 
 
+def rows_of_log_probs(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding,
+                      cure: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the rows of completions [B,L], the places of each that count, bool [L], and there the log-probabilities
+    [n,V] of all tokens. Raises UserError, which ends with `cure`, for a model whose logits are not those of its head
+    alone."""
+    if not policy.head_alone(tokenized):
+        raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: {cure}")
+    states, head, heat = policy.states_before(tokenized, ids.to(policy.device)), policy.head, decoding.temperatures(ids)
+    for row, counted in enumerate(mask):  # row by row: the vocabulary may be large
+        logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
+        yield row, counted, decoding(apply_temperature(logits, None if heat is None else heat[row, counted]))
+
+
 @torch.no_grad()
 def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
                  ) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,16 +278,10 @@ def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, 
     All are [B,L]. The largest log-probability may be that of the other token. Values are -inf where mask is false or
     nothing else could be drawn.
     Raises UserError for a model whose logits are not those of its head alone."""
-    if not policy.head_alone(tokenized):
-        raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
-                        "not look for other tokens")
-    states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.head
     tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
-    heat = decoding.temperatures(ids)
-    for row in range(len(ids)):  # row by row: the vocabulary may be large
-        counted = mask[row]
-        logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
-        log_probs = decoding(apply_temperature(logits, None if heat is None else heat[row, counted])).cpu()
+    for row, counted, log_probs in rows_of_log_probs(policy, tokenized, ids, mask, decoding,
+                                                     "use a method that does not look for other tokens"):
+        log_probs = log_probs.cpu()
         likeliest[row, counted] = log_probs.amax(1)
         best = log_probs.scatter(1, ids[row, counted][:, None], -torch.inf).max(1)
         logp[row, counted], tokens[row, counted] = best.values, best.indices

@@ -31,6 +31,7 @@ from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, 
 from flowgrpo.tools.learned_rewards.training import train as train_reward
 from tests.helpers import tiny
 from tests.helpers.refusals import only_line as told
+from tests.rewards.conftest import tiny as tiny_clip  # noqa: F401 a fixture
 
 NAN = math.nan
 
@@ -263,21 +264,10 @@ def test_scores_are_the_same_bit_for_bit_after_loading(tmp_path):
     assert not torch.allclose(reward.scores(IMAGES, WORDS[1:] + WORDS[:1]), before)  # the prompt matters
 
 
-TINY = {"embed_dim": 16, "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
-        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}}
-
-
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory) -> dict[str, str]:
+def clip(tiny_clip) -> dict[str, str]:  # noqa: F811
     """A tiny model that open_clip knows by the name, and a file of weights, as the arguments of ClipScore."""
-    import open_clip
-    folder = tmp_path_factory.mktemp("clip")
-    (folder / "tiny-clip-of-preferences.json").write_text(json.dumps(TINY))
-    open_clip.add_model_config(folder)
-    torch.manual_seed(0)
-    model = open_clip.create_model("tiny-clip-of-preferences", pretrained=None)
-    torch.save({"state_dict": model.state_dict()}, folder / "tiny.pt")
-    return {"model": "tiny-clip-of-preferences", "pretrained": str(folder / "tiny.pt")}
+    return {"model": "tiny-clip-of-tests", "pretrained": tiny_clip[2]}
 
 
 def test_a_head_on_clip_keeps_the_head_alone(clip, tmp_path):

@@ -107,11 +107,7 @@ def test_a_sized_step_is_that_of_the_rate_which_is_found():
 @pytest.mark.parametrize("kind", ["image", "text"])
 @pytest.mark.parametrize("done", [2, 4])
 def test_a_resumed_run_is_the_same(kind, done, tmp_path):
-    made, other = (run(kind, {"updates": 3}) for _ in range(2))
-    next_epochs(made, done)
-    tiny_runs.resume(made, other, tmp_path)
-    assert next_epochs(made, 2) == next_epochs(other, 2)
-    tiny_runs.assert_same_weights(made, other)
+    tiny_runs.assert_resumes(lambda: run(kind, {"updates": 3}), tmp_path, done, 2)
 
 
 @pytest.mark.fast
