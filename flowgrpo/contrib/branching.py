@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import concatenate, regrown, reorder, rows_of_log_probs
+from flowgrpo.text.samplers.groups import concatenate, regrown, reorder, rows_of_log_probs, sample_rows
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import unwrap
 
@@ -37,8 +37,7 @@ class CriticalTokens:
         anew = torch.tensor([float(torch.rand((), generator=generators[row])) < self.fresh if row % group >= kept
                              else True for row in every.tolist()])
         rows, new = every[anew], every[~anew]
-        whole = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                             for at in rows.split(micro_batch)])
+        whole = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, rows, micro_batch))
         pieces = [whole]
         for at in new.split(micro_batch) if len(new) else ():
             parents = torch.searchsorted(rows, at - at % group + (at % group - kept) % kept)

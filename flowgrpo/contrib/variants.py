@@ -1,7 +1,6 @@
 """Variants of prompts that the policy writes of problems which it sometimes solves."""
 
 import json
-import string
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
+from flowgrpo.objectives.references import names_in
 from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.text.rewards.answer_keys import strip_thoughts
@@ -40,7 +40,7 @@ class Variations:
                      "same final answer. Write the problem alone:")
 
     def __post_init__(self) -> None:
-        named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        named = names_in(self.template)
         if not 0 < self.share <= 1 or self.kept < 1 or named != {"prompt", "solution"}:
             raise ValueError(f"Variations: share is {self.share}, kept {self.kept} and template has "
                              f"{', '.join(sorted(named)) or 'no field'}, expected above 0 to 1, 1 or more, and prompt "
