@@ -21,8 +21,7 @@ BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter
 def vote(
     places: Annotated[list[Path], typer.Argument(
         metavar="RUN_OR_GRID | A B | MODEL", show_default=False, help="A finished run, the PNG of `compare grid`, two "
-                                                                      "folders of images with equal names, or a model "
-                                                                      "with --prompts.")],
+        "folders of images with equal names, or a model with --prompts.")],
     lora: Annotated[list[Path] | None, typer.Option(
         show_default=False, help="Generate the pairs: with two LoRAs, or with the base and one.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE_OR_SET", help="Generate the pairs for these prompts: "
@@ -75,10 +74,9 @@ def compare_methods(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds from 0 on.")] = 3,
     reference: Annotated[str | None, typer.Option(help="The method that others are compared with; without: flow_grpo, "
                                                   "of starter_text grpo. It runs even if --methods lacks it.")] = None,
-    sweep: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Of --methods, those that also run "
-                                                                               "with learning rate and clip times "
-                                                                               "1/3, 1 and 3, chosen on validation "
-                                                                               "prompts; all: every method.")] = "",
+    sweep: Annotated[str, typer.Option(
+        metavar="A,B", show_default=False, help="Of --methods, those that also run with learning rate and clip times "
+        "1/3, 1 and 3, chosen on validation prompts; all: every method.")] = "",
     points: Annotated[int, typer.Option(min=1, help="Measurements of the held-out accuracy in each run.")] = 4,
     prompts: Annotated[int | None, typer.Option(min=2, help="Measured prompts; without: all held-out ones.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; without: half of the cores.")] = None,

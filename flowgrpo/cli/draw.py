@@ -29,10 +29,9 @@ def sample(
                                          "finished run, its checkpoint or hub:OWNER/NAME, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
                                                      help="A prompt; may be given several times.")] = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="Prompts of a file, or of a set that "
-                                                 "`flowgrpo list prompts` lists, in place of --prompt; the folder gets "
-                                                 "a prompts.jsonl, which names each sample, too. The same again goes "
-                                                 "on.")] = None,
+    prompts: Annotated[Path | None, typer.Option(
+        metavar="FILE|SET", help="Prompts of a file, or of a set that `flowgrpo list prompts` lists, in place of "
+        "--prompt; the folder gets a prompts.jsonl, which names each sample, too. The same again goes on.")] = None,
     lora: Annotated[str | None, typer.Option(help=options.LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,

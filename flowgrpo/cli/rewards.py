@@ -93,10 +93,9 @@ def fetch_text(
 
 @reward_app.command("train", short_help="Train a reward from preference pairs.")
 def train_reward(
-    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: lines with `prompt`, `chosen` and "
-                                                                "`rejected` (images, relative to the file; with "
-                                                                "--model completions), and maybe `aspects`: names "
-                                                                "with chosen, rejected or tie.")],
+    pairs: Annotated[Path, typer.Argument(
+        metavar="PAIRS", help="A .jsonl file: lines with `prompt`, `chosen` and `rejected` (images, relative to the "
+        "file; with --model completions), and maybe `aspects`: names with chosen, rejected or tie.")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")

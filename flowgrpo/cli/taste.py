@@ -16,9 +16,8 @@ from flowgrpo.errors import UserError
              context_settings={"ignore_unknown_options": True})
 def taste(
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="MODEL|--KEY=VALUE", show_default=False,
-        help="A few-step model: starter_consistency, a folder or a hub id; and any key of the configuration, such as "
-             "--train.steps=4 or --train.lr=2e-4.")] = None,
+        metavar="MODEL|--KEY=VALUE", show_default=False, help="A few-step model: starter_consistency, a folder or a "
+        "hub id; and any key of the configuration, such as --train.steps=4 or --train.lr=2e-4.")] = None,
     prompts: Annotated[str, typer.Option(metavar="FILE_OR_SET", help="A file of prompts, or a set that `flowgrpo list "
                                          "prompts` lists.")] = "starter",
     lora: Annotated[str | None, typer.Option(metavar="START", show_default=False,
