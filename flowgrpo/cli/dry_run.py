@@ -1,22 +1,17 @@
 """Pages of `flowgrpo check --gpu`: a dry run of a recipe's epoch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from flowgrpo.cli.root import print_table
-from flowgrpo.config import features, parse
+from flowgrpo.config import Config, features, parse
 from flowgrpo.errors import UserError
-
-if TYPE_CHECKING:
-    from flowgrpo.config import Config
-    from flowgrpo.gpus import GPU
+from flowgrpo.gpus import CONTEXT, GIB, GPU, gpu_named
 
 
 def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
@@ -26,8 +21,6 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's. verbose: print the phases
     and what is counted too. trusted: as of `parse.load`.
     """
-    from flowgrpo.gpus import gpu_named
-
     gpu = gpu_named(name)  # first: the imports below load torch
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
@@ -52,9 +45,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
 def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
     """Report of a recipe by dry runs, whose phases are shown on stderr: memory in GiB, FLOPs in 10^12, for one process
     and an epoch."""
-    from flowgrpo.gpus import CONTEXT
     from flowgrpo.tools.dry_run import fit
-    from flowgrpo.tools.dry_run.estimate import gib
 
     with _show_phases(name):
         config = fit.settle(config, gpu, processes)
@@ -63,19 +54,19 @@ def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, A
             config, gpu, counts, processes)
         taste = _of_taste(config, name, gpu, processes)
     counts, better = (each.correct(name, config.model) for each in (counts, better))
-    phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
+    phases = {key: {"allocated": round(phase.allocated / GIB, 2), "reserved": round(phase.reserved / GIB, 2),
                     "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.phase_seconds(key), 1),
                     "tbyte": round(phase.traffic / 1e12, 2),
                     "gpu_seconds": round(phase.seconds, 1), "host_seconds": round(phase.host, 1),
                     "share": round(counts.phase_seconds(key) / counts.seconds, 3), "kernels": phase.kernels,
                     "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
-    fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
+    fits = {"settings": settings, "peak": round(better.peak / GIB, 2), "seconds": round(better.seconds, 1),
             "enough": not better.above(gpu.room)}
     return {"model": config.model, "gpu": name.upper(), "measured": False, "basis": counts.basis,
             "stored": counts.stored, "phases": phases,
-            "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
+            "rewards": round(counts.rewards / GIB, 2), "context": round(CONTEXT / GIB, 2),
             "away": f" but {' and '.join(sorted(counts.away))}" * bool(counts.away),
-            "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
+            "peak": round(counts.peak / GIB, 2), "room": round(gpu.room / GIB, 2), "seconds": round(counts.seconds, 1),
             "first_epoch": round(counts.first, 1),
             "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits,
             "above": counts.above(gpu.room), "nearest": fits if settings else None, "processes": processes,
@@ -89,7 +80,7 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
     """Seconds per click and peak of `flowgrpo taste` on the recipe's model; None for one of many steps."""
     from flowgrpo.contrib.taste import session
     from flowgrpo.policies.pipelines import few_steps
-    from flowgrpo.tools.dry_run import estimate, fit
+    from flowgrpo.tools.dry_run import fit
 
     if processes > 1 or (config.image.frames or 1) > 1 or few_steps.ahead(config.model, config.load).why is None:
         return None
@@ -97,7 +88,7 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
     counts = fit.epoch(sitting, gpu).correct(name, config.model)
     seconds = session.seconds_per_click(lambda phase: counts.phase_seconds(phase) if phase in counts.phases else 0.0,
                                         sitting.train.steps)
-    return {"seconds": round(seconds, 2), "peak": round(estimate.gib(counts.peak), 2)}
+    return {"seconds": round(seconds, 2), "peak": round(counts.peak / GIB, 2)}
 
 
 @contextmanager

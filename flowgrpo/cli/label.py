@@ -1,9 +1,7 @@
 """`flowgrpo reward label`: preference pairs by rewards and judges."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,11 +9,9 @@ from flowgrpo import trust
 from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
 from flowgrpo.cli.root import reward_app
 from flowgrpo.config import parse
+from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
-
-if TYPE_CHECKING:
-    from flowgrpo.config.reward_rules import RewardRule
 
 LARGEST = 1e9
 

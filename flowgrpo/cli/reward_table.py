@@ -1,15 +1,14 @@
 """Table of `flowgrpo list rewards`, and scores of files for `flowgrpo reward score`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
@@ -17,9 +16,6 @@ from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.find import FACTS, find, locate, names, source
 from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
-
-if TYPE_CHECKING:
-    from flowgrpo.data.prompts import Prompt
 
 TITLES = ("of images and videos", "of texts", "of both", "of what the reward does not state")
 AT_ONCE = 16  # files of one size that a reward sees together

@@ -17,20 +17,20 @@ import recipe_table
 from revisions import commit
 
 from flowgrpo.config import load
-from flowgrpo.gpus import GPUS, gpu_named
-from flowgrpo.tools.dry_run.estimate import Estimate, dry_run, gib
+from flowgrpo.gpus import GIB, GPUS, gpu_named
+from flowgrpo.tools.dry_run.estimate import Estimate, dry_run
 
 
 def row(name: str, gpu: str) -> dict[str, Any]:
     """Run a recipe dry, as one of the processes that its comment names; return its row."""
     begun, count = time.monotonic(), recipe_table.processes(recipe_table.comment(name))
     counts = dry_run(load(recipe_table.path(name)), gpu_named(gpu), count)
-    phases = {key: {"gib": round(gib(phase.allocated), 1), "reserved_gib": round(gib(phase.reserved), 1),
+    phases = {key: {"gib": round(phase.allocated / GIB, 1), "reserved_gib": round(phase.reserved / GIB, 1),
                     "pflop": round(phase.flops / 1e15, 2), "seconds": round(phase.duration, 1),
                     "kernels": phase.kernels, "tbyte": round(phase.traffic / 1e12, 1)}
               for key, phase in counts.phases.items()}
-    return {"gpu": gpu, "processes": count, "phases": phases, "rewards_gib": round(gib(counts.rewards), 1),
-            "peak_gib": round(gib(counts.peak), 1), "seconds": round(counts.seconds), "fits": smallest(counts),
+    return {"gpu": gpu, "processes": count, "phases": phases, "rewards_gib": round(counts.rewards / GIB, 1),
+            "peak_gib": round(counts.peak / GIB, 1), "seconds": round(counts.seconds), "fits": smallest(counts),
             "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits, "commit": commit(),
             "took_seconds": round(time.monotonic() - begun, 1)}
 

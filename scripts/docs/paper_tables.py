@@ -14,10 +14,10 @@ from typing import Any
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
-from flowgrpo.gpus import gpu_named
+from flowgrpo.gpus import GIB, gpu_named
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
-from flowgrpo.tools.dry_run.estimate import dry_run, gib
+from flowgrpo.tools.dry_run.estimate import dry_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "get_started" / "papers.md"
@@ -111,7 +111,7 @@ def compute() -> None:
         for task in facts["recipes"]:
             config, _ = recipe(paper, task)
             counts = dry_run(config, gpu_named(GPU), GPUS)
-            found[f"{paper}_{task}"] = {"gpu": GPU, "processes": GPUS, "peak": round(gib(counts.peak), 2),
+            found[f"{paper}_{task}"] = {"gpu": GPU, "processes": GPUS, "peak": round(counts.peak / GIB, 2),
                                         "seconds": round(counts.seconds, 1), "epochs": config.train.epochs}
     COSTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

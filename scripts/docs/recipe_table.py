@@ -21,9 +21,9 @@ import verify_recipe
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
-from flowgrpo.gpus import gpu_named
+from flowgrpo.gpus import GIB, gpu_named
 from flowgrpo.published import MODELS
-from flowgrpo.tools.dry_run.estimate import dry_run, gib
+from flowgrpo.tools.dry_run.estimate import dry_run
 
 ROOT = Path(__file__).parents[2]
 MOST = 200  # hours on one GPU
@@ -82,9 +82,9 @@ def computed(name: str) -> str:
     gpu = gpu_named(line["gpu"])
     counts = dry_run(config, gpu, processes(line)).correct(line["gpu"], config.model)
     if above := counts.above(gpu.room):
-        raise SystemExit(f"{name} does not fit a {line['gpu']} in {', '.join(above)}: {gib(counts.peak):.1f} GiB of "
-                         f"{gib(gpu.room):.1f}")
-    return said(config, counts.seconds, gib(counts.peak), counts.source)
+        raise SystemExit(f"{name} does not fit a {line['gpu']} in {', '.join(above)}: {counts.peak / GIB:.1f} GiB of "
+                         f"{gpu.room / GIB:.1f}")
+    return said(config, counts.seconds, counts.peak / GIB, counts.source)
 
 
 def processes(line: re.Match[str]) -> int:

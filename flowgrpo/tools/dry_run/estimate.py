@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image
 
 from flowgrpo.config import features
 from flowgrpo.config.features import DryRun
@@ -225,7 +226,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     estimate = Estimate(phases, reward_bytes(config), _each(calls.step_waits, calls.steps),
                         _each(replay_waits, calls.replays),
                         away=frozenset(phase for phase, empty in away.items() if empty))
-    return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
+    return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * (estimate.peak / GIB))
 
 
 def with_precision(config: Config, wrong: dict[str, bool], of: str = "") -> Config:
@@ -267,8 +268,6 @@ def _image(policy: Any, folder: Path) -> str | None:
     images, and a pipeline that takes texts alone as well draws from them."""
     if "image" not in policy.accepts:
         return None
-    from PIL import Image
-
     file = folder / "picture.png"
     Image.new("RGB", (policy.call.get("width", 512), policy.call.get("height", 512))).save(file)
     return str(file)
@@ -331,7 +330,3 @@ def _extrapolate(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting:
     update.reserved = max(update.reserved, once.reserved + more)
     update.add(once)
     return phases
-
-
-def gib(count: float) -> float:
-    return count / GIB

@@ -17,7 +17,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.gpus import GPU, GROWTH, LOADING
+from flowgrpo.gpus import GIB, GPU, GROWTH, LOADING
 from flowgrpo.log import quiet
 from flowgrpo.methods import validate
 from flowgrpo.methods.supervised import SelfAnswers
@@ -27,7 +27,7 @@ from flowgrpo.text.policies.image_lm import DECODED, HEAD, ImageLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.tools.dry_run import from_configs
-from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, START, Estimate, gib, with_precision
+from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, START, Estimate, with_precision
 from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.tools.dry_run.weights import reward_bytes
 
@@ -61,7 +61,7 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
                 run.optimizer.step()
     phases = {name: meta.phases[name] for name in (*ORDER, ANSWERS) if name in meta.phases}
     estimate = Estimate(phases, reward_bytes(config))
-    return replace(estimate, first=LOADING + GROWTH * gib(estimate.peak))
+    return replace(estimate, first=LOADING + GROWTH * (estimate.peak / GIB))
 
 
 def _policy(config: Config) -> ImageLM:
