@@ -33,10 +33,8 @@ OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
 ]
 
 
-def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Estimate:
-    """Counts of an epoch: of a pipeline, or of a model of image tokens. Without `pipe` those known already are read."""
-    if pipe is not None:
-        return dry_run(config, gpu, processes, pipe)
+def epoch(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
+    """Counts of an epoch: of a pipeline, or of a model of image tokens. Those known already are read."""
     if of_tokens := kind(config) == IMAGE_TOKENS:
         from flowgrpo.tools.dry_run.tokens import dry_run as run
     else:
@@ -88,17 +86,16 @@ def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
             yield name, new
 
 
-def batch_settings(config: Config, room: float, pipe: Any = None, processes: int = 1,
-                   micro_batches: Sequence[int] = (), checkpointing: Sequence[bool] = (False, True)
-                   ) -> dict[str, Any] | None:
+def batch_settings(config: Config, room: float, processes: int = 1, micro_batches: Sequence[int] = (),
+                   checkpointing: Sequence[bool] = (False, True)) -> dict[str, Any] | None:
     """Micro-batch and checkpointing of the fastest epoch that fits `room` bytes, as {"micro_batch": 8, "checkpointing":
     False}: of each setting of checkpointing the largest micro-batch that fits, and of these the one with fewer seconds.
     None if nothing fits.
 
-    config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the free bytes of a device less a
-    few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose from; without micro_batches the
-    divisors of the group, and whole groups that divide the prompts. A dry run takes seconds to half a minute, and there
-    are about four for each setting of checkpointing. UserError for what a dry run does not cover.
+    config: its micro_batch and checkpointing are not read. room: as `GPU.room`. micro_batches, checkpointing: those to
+    choose from; without micro_batches the divisors of the group, and whole groups that divide the prompts. A dry run
+    takes seconds to half a minute, and there are about four for each setting of checkpointing. UserError for what a dry
+    run does not cover.
     """
     sizes = sorted(micro_batches)
     if not sizes:
@@ -115,7 +112,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
         def above(size: int) -> bool:
             options = {"train.micro_batch": size, "train.checkpointing": setting}
-            estimates[size] = epoch(config.having(options), GPUS["H100"], processes, pipe)
+            estimates[size] = epoch(config.having(options), GPUS["H100"], processes)
             return bool(estimates[size].above(room))
 
         fitting = bisect.bisect_left(sizes, True, key=above)
@@ -126,18 +123,13 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
 def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
     """Recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
-    config = _batch(config, gpu, processes)
+    train = config.train
+    if AUTO in (train.micro_batch, train.checkpointing):
+        sizes = () if train.micro_batch == AUTO else (train.rows,)
+        shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
+        chosen = batch_settings(config, gpu.room, processes, sizes, shares)
+        least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
+        config = config.having({f"train.{key}": value for key, value in (chosen or least).items()})
     for feature in features.dry_runs(features.all()):
         config = feature.resolve_auto(config, processes, lambda held: not epoch(held, gpu, processes).above(gpu.room))
     return config
-
-
-def _batch(config: Config, gpu: GPU, processes: int) -> Config:
-    train = config.train
-    if AUTO not in (train.micro_batch, train.checkpointing):
-        return config
-    sizes = () if train.micro_batch == AUTO else (train.rows,)
-    shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
-    chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
-    least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
-    return config.having({f"train.{key}": value for key, value in (chosen or least).items()})

@@ -266,7 +266,9 @@ class MetaGPU(TorchDispatchMode):
         if name in READ:
             return self._read(function, name, args, kwargs)
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
-            kwargs = kwargs | {"output_size": self._length(args[0])}
+            self._wait("length")  # unknown repetitions are one each
+            known = self.values.read(args[0])
+            kwargs = kwargs | {"output_size": args[0].numel() if known is None else int(known.sum())}
         given = args
         if name in ("index", "index_put", "index_put_"):
             args = self._without_masks(name, args)
@@ -315,7 +317,12 @@ class MetaGPU(TorchDispatchMode):
         traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *written.values()))
         packet = function._overloadpacket
         count = flop_registry.get(IN_PLACE.get(packet, packet))
-        flops = _flops(count, args, kwargs, result) if count else 0.0
+        flops = 0.0
+        if count:  # torch's formula, which is evaluated once for the same shapes
+            key = count, _shape_key(args), _shape_key(tuple(kwargs.items()))
+            if key not in _counted:
+                _counted[key] = float(count(*args, **kwargs, out_val=result))
+            flops = _counted[key]
         half = bool(outputs) and outputs[0].element_size() < 4
         if attention := "attention" in name:
             self.attentions.add((name, torch.is_grad_enabled(), *(tensor.shape for tensor in inputs[:3])))
@@ -361,12 +368,6 @@ class MetaGPU(TorchDispatchMode):
         self.hold([copy])
         self.values.set(copy, value)
         return copy
-
-    def _length(self, repeats: torch.Tensor) -> int:
-        """Sum of repetitions, for which the host waits; one each if they are unknown."""
-        self._wait("length")
-        known = self.values.read(repeats)
-        return repeats.numel() if known is None else int(known.sum())
 
     def _without_masks(self, name: str, args: Any) -> Any:
         """Replace masks among the indices by the places that they select; unknown ones select everything. Indices on
@@ -440,14 +441,6 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         made = [None if made is None else Shape.of_tensor(made) for made in whole]
         _shapes[key] = made if isinstance(result, tuple) else made[0]
     return result
-
-
-def _flops(count: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOPs of an operation by torch's formula, which is evaluated once for the same shapes."""
-    key = count, _shape_key(args), _shape_key(tuple(kwargs.items()))
-    if key not in _counted:
-        _counted[key] = float(count(*args, **kwargs, out_val=result))
-    return _counted[key]
 
 
 def _shape_key(value: Any) -> Any:

@@ -270,10 +270,8 @@ def test_batch_settings_are_the_largest_that_fit(model):
     assert peaks[2] < peaks[8]
     assert fit.batch_settings(recipe, peaks[8], micro_batches=(2, 8)) == {"micro_batch": 8, "checkpointing": False}
     assert fit.batch_settings(recipe, 1000, micro_batches=(2,), checkpointing=(True,)) is None
-    pipe = tiny.sd3().to(torch.bfloat16)
-    assert fit.batch_settings(recipe, peaks[2], pipe, micro_batches=(2, 8), checkpointing=(False,)) == {
+    assert fit.batch_settings(recipe, peaks[2], micro_batches=(2, 8), checkpointing=(False,)) == {
         "micro_batch": 2, "checkpointing": False}
-    assert not pipe.transformer.proj_out.weight.is_meta and not hasattr(pipe.transformer, "peft_config")
     auto = recipe.having({"train.micro_batch": "auto"})
     assert fit.settle(auto, gpu(peaks[8])).train.micro_batch == 8 and fit.settle(recipe, gpu(peaks[8])) is recipe
     assert fit.settle(auto, gpu(2**16)).train.micro_batch == 1, "the least, where nothing fits"
