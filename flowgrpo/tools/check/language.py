@@ -23,7 +23,7 @@ from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.recorded import make_rollouts
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
-from flowgrpo.tools.check import tiny
+from flowgrpo.tools.check import replays, tiny
 from flowgrpo.training import memory
 from flowgrpo.types import Completions, Scored
 
@@ -39,8 +39,6 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
 
 def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
     """Fill `result` step by step (fields: `report.report`). Raises the error that stops the model."""
-    from flowgrpo.tools.check import replays
-
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": replays.RANK})
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model)

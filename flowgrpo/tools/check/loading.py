@@ -4,6 +4,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import diffusers
+
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
@@ -24,8 +26,6 @@ def load_model(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
     known = tiny.factories()
     if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
         return _read(model, config)
-    import diffusers
-
     if model not in known and hasattr(diffusers, model):
         refuse(getattr(diffusers, model))
         raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "

@@ -17,6 +17,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import utils as hub_utils
+from huggingface_hub.file_download import repo_folder_name
+
 from flowgrpo import hub
 from flowgrpo.config import recipes
 from flowgrpo.config.reward_rules import WatchRule
@@ -171,8 +175,6 @@ def _of_reward(label: str, rule: WatchRule) -> Iterator[Need]:
 def _repository(what: str, name: str, licence: str, gigabytes: float | None, *, revision: str | None = None,
                 file: str | None = None, weights: bool = True, variant: str | None = None) -> Need:
     """Need of a repository: of one file of it, or of those that are read. weights: False for a tokenizer."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
     def is_cached(path: str) -> bool:
         return isinstance(try_to_load_from_cache(name, path, revision=revision), str)
 
@@ -197,8 +199,6 @@ def _repository(what: str, name: str, licence: str, gigabytes: float | None, *, 
 
 def _to_accept(name: str) -> str:
     """Advice on a gated repository that does not give its files to this user yet; "" if it does."""
-    from huggingface_hub import HfApi, constants
-
     try:
         HfApi().auth_check(name)
         return ""
@@ -234,11 +234,9 @@ def choose_files(files: Iterable[File], weights: bool = True, variant: str | Non
 def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None) -> None:
     """Download what is missing of repositories into the hub's cache. advance: receives bytes as they come. Raises
     UserError for the first file that cannot be had; files that are whole stay."""
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-
     jobs = list(dict.fromkeys((need.name, need.revision, file) for need in found for file in need.missing))
     stop = threading.Event()
-    disable_progress_bars()
+    hub_utils.disable_progress_bars()
     try:
         with ThreadPoolExecutor(WORKERS) as pool:
             running = [pool.submit(_file, *job, advance, stop) for job in jobs]
@@ -250,21 +248,16 @@ def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None
                 pool.shutdown(cancel_futures=True)
                 raise
     finally:
-        enable_progress_bars()
+        hub_utils.enable_progress_bars()
 
 
 def _blobs(repository: str) -> Path:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"), "blobs")
 
 
 def _file(repository: str, revision: str | None, file: File, advance: Callable[[int], None], stop: threading.Event
           ) -> None:
     """Download a file, verify it, and put it where the hub's client looks for it."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-
     what = f"{repository}/{file.name}"
     try:
         url = hf_hub_url(repository, file.name, revision=revision)
@@ -290,17 +283,16 @@ def _file(repository: str, revision: str | None, file: File, advance: Callable[[
 
 def _stream(url: str, partial: Path, file: File, advance: Callable[[int], None], stop: threading.Event) -> None:
     """Append to a partial file until it is whole. Raises UserError if its content is not the hub's."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
     advance(partial.stat().st_size if partial.exists() else 0)
     for attempt in range(TRIES):
         begun = partial.stat().st_size if partial.exists() else 0
         if begun >= file.size and partial.exists():
             break
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begun}-"} if begun else {})
+        headers = hub_utils.build_hf_headers() | {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={begun}-"} if begun else {}
         try:
-            with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
-                hf_raise_for_status(response)
+            with hub_utils.get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+                hub_utils.hf_raise_for_status(response)
                 if begun and response.status_code != 206:  # a server that begins anew
                     advance(-begun)
                     partial.unlink()

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from PIL import Image
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
@@ -105,8 +106,6 @@ def _prompt_inputs(policy: PipelinePolicy, recipe: Config | None) -> Any:
         conditioned.require_prompts(recipe, prompts, policy.pipe)
         if prompts[0].brings is not None:
             return prompts[0].brings
-    from PIL import Image
-
     size = policy.call.get("width") or SIDE, policy.call.get("height") or SIDE
     known, cls = names(type(policy.pipe)), type(policy.pipe).__name__
     missing = [known["control_image"]] if "ControlNet" in cls else []

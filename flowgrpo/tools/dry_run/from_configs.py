@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 
 from flowgrpo import published
@@ -75,8 +76,6 @@ def _module(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
 
 def assemble(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
     """Published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
-    import diffusers
-
     components = {name: make(name, kind, config) for name, (kind, config) in known.parts.items()}
     tokenizers: dict[str, Any] = {name: tokenizer(length) for name, length in known.tokenizers.items()}
     cls = getattr(diffusers, known.pipeline)
@@ -107,7 +106,6 @@ def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
 def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """Component of a class of diffusers or transformers: a module without values, a scheduler or a guider. kind: name
     of the class; below diffusers with its module, such as pipelines.ltx2.LTX2TextConnectors."""
-    import diffusers
     import transformers
 
     module, _, name = kind.rpartition(".")  # of a class that diffusers does not name at its top
@@ -149,8 +147,6 @@ def _folder(model: str) -> Path:
 
 
 def _of_folder(folder: Path, dtype: torch.dtype) -> Any:
-    import diffusers
-
     index = folder / "model_index.json"
     if not index.is_file():
         raise UserError(f"no model_index.json in {folder}: a dry run needs the folder or hub id of a pipeline")
@@ -167,7 +163,6 @@ def _of_folder(folder: Path, dtype: torch.dtype) -> Any:
 def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
     if library is None or kind is None:
         return None
-    import diffusers
     import transformers
 
     cls = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind, None)

@@ -10,6 +10,7 @@ import diffusers
 import torch
 import transformers
 
+from flowgrpo.policies.pipelines.modular import of_parts
 from flowgrpo.tools.check.tiny import images, unets, videos
 from flowgrpo.tools.check.tiny import parts as tiny
 from flowgrpo.tools.check.tiny.parts import SIZE, TOKENS, WIDTH, Factories, Network, Parts, Pipeline, lively, network
@@ -233,8 +234,6 @@ ROWS: dict[str, tuple[Any, ...]] = {
 
 def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline, dict[str, Any]]:
     """Build the tiny pipeline of a class as its row, else that of ROWS, says."""
-    from flowgrpo.policies.pipelines.modular import of_parts
-
     row = row or ROWS[name]
     base, further, arguments = row + (None, {})[len(row) - 1:]
     base, _, variant = base.replace("Pipeline", "").partition(" ")

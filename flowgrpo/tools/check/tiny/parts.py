@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from flowgrpo.tools.dry_run.from_configs import TEMPLATE, VISION_TOKENS
@@ -91,8 +92,6 @@ def of_tokens(tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def tokenizer(length: int = TOKENS) -> CLIPTokenizer:
     """Return a CLIPTokenizer whose 514 tokens are single characters."""
-    from tokenizers import pre_tokenizers
-
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -126,15 +125,12 @@ def t5(place: str = "", length: int = TOKENS, kind: str = "T5", vocabulary: int 
             f"text_encoder{place}": getattr(transformers, f"{kind}EncoderModel")(config)}
 
 
-def language_model(tokens: PreTrainedTokenizerBase, kind: type | None = None) -> PreTrainedModel:
-    """Return a two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
-    return (kind or transformers.Qwen3Model)(transformers.Qwen3Config(
-        **READER, **of_tokens(tokens), num_key_value_heads=1, head_dim=8, max_position_embeddings=1024))
-
-
 def prompt_reader(kind: type | None = None) -> Parts:
+    """A two-layer decoder, the prompt encoder of most newer pipelines, with its tokenizer; kind: Qwen3Model or similar.
+    """
     tokens = chat_tokenizer()
-    return {"tokenizer": tokens, "text_encoder": language_model(tokens, kind)}
+    return {"tokenizer": tokens, "text_encoder": (kind or transformers.Qwen3Model)(transformers.Qwen3Config(
+        **READER, **of_tokens(tokens), num_key_value_heads=1, head_dim=8, max_position_embeddings=1024))}
 
 
 def llama() -> PreTrainedModel:
