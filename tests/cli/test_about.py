@@ -1,9 +1,7 @@
 """The table of rewards: what each says of itself, what is installed, and files scored from the command line."""
 
 import json
-import struct
 import sys
-import zlib
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from flowgrpo import packages, rewards
 from flowgrpo.cli import main
 from flowgrpo.cli import reward_table as table
 from flowgrpo.rewards import About
+from tests.data.test_untrusted import png as png_head
 from tests.helpers.refusals import only_line
 
 
@@ -175,14 +174,6 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
     (tmp_path / "answer.txt").write_text("four")
     found = scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}"))
     assert found == [2]
-
-
-def png_head(width: int, height: int) -> bytes:
-    """A PNG that says its size, and holds no pixel."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    data = b"IDAT"
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data))
 
 
 @pytest.mark.parametrize("arguments, line", [

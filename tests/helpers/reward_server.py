@@ -26,10 +26,10 @@ def request(text: str = "abc", metadata: dict | None = None) -> bytes:
 class Running:
     """Server in a thread. ask: send a request, return (status, headers, body)."""
 
-    def __init__(self, reward, bounds: Bounds, token: str | None, limits: wire.Limits) -> None:
+    def __init__(self, reward, bounds: Bounds, token: str | None, limits: wire.Limits, name: str) -> None:
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
-        self.application = Application("mine", reward, limits, token, names("127.0.0.1"), bounds)
+        self.application = Application(name, reward, limits, token, names("127.0.0.1"), bounds)
         config = uvicorn.Config(self.application, log_level="critical", lifespan="off", ws="none", http="h11",
                                 timeout_graceful_shutdown=1)
         self.said: list[str] = []
@@ -56,8 +56,9 @@ class Running:
 
 
 @contextmanager
-def running(reward=lengths, bounds: Bounds = Bounds(), token: str | None = None, limits: wire.Limits = wire.Limits()):
-    server = Running(reward, bounds, token, limits)
+def running(reward=lengths, bounds: Bounds = Bounds(), token: str | None = None, limits: wire.Limits = wire.Limits(),
+            name: str = "mine"):
+    server = Running(reward, bounds, token, limits, name)
     server.thread.start()
     try:
         yield server

@@ -13,20 +13,17 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-import uvicorn
 import yaml
 from PIL import Image
 
@@ -38,13 +35,13 @@ from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import Places, Unanswered, side_by_side
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN, Remote, addresses, token
-from flowgrpo.serving.gate import names
-from flowgrpo.serving.server import Application, url_name
+from flowgrpo.serving.server import url_name
 from flowgrpo.serving.wire import Limits, TooLarge
 from flowgrpo.types import Completion
+from tests.data.test_untrusted import png as png_head
 from tests.helpers.chat_endpoint import endpoint
 from tests.helpers.refusals import message, only_line
-from tests.helpers.reward_server import held_reward, lengths, raw
+from tests.helpers.reward_server import held_reward, lengths, raw, running
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 FACTS = [{"task": "größe", "count": i} for i in range(5)]
@@ -62,16 +59,8 @@ def rounded(outputs: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def serving(reward, name: str = "mine", limits: Limits = Limits(), token: str | None = None):
     """Our server -> the reward's URL."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    app = Application(name, reward, limits, token, names("127.0.0.1"))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/{name}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with running(reward, token=token, limits=limits, name=name) as server:
+        yield f"http://127.0.0.1:{server.port}/{name}"
 
 
 def dead() -> str:
@@ -205,9 +194,7 @@ def test_floats_of_every_common_width_arrive():
 
 def head(width: int, height: int) -> str:
     """A PNG that says how large it is, and holds nothing."""
-    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    file = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    return base64.b64encode(file + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))).decode()
+    return base64.b64encode(png_head(width, height)).decode()
 
 
 @pytest.mark.parametrize("sent", [
