@@ -25,6 +25,7 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import client
 from tests.evaluation.test_images import make_run
+from tests.helpers.commands import Terminal
 from tests.helpers.refusals import message
 from tests.helpers.servers import running
 
@@ -305,11 +306,6 @@ def test_labels_by_a_file_of_rewards_from_elsewhere(tmp_path, capsys, here):
 # --- keys -------------------------------------------------------------------------------------------------------------
 BRAND = {"key_env": "BRAND_KEY"}
 SENT = "sends the key in BRAND_KEY to https://there.example/v1"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

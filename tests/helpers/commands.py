@@ -1,11 +1,19 @@
 """Commands of the command line by their words, those of groups too."""
 
 import functools
+import io
 import json
 from typing import Any
 
 from flowgrpo.cli import main
 from flowgrpo.cli.root import program
+
+
+class Terminal(io.StringIO):
+    """Stream of a person's terminal; as an input it has the typed answer."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """What a recipe needs and what of it is missing, and its downloads, against a stand-in of the hub."""
 
 import importlib.metadata
-import io
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.tools.check import needs
 from flowgrpo.tools.check.needs import File
 from tests.helpers import stand_in_hub
+from tests.helpers.commands import Terminal
 from tests.helpers.refusals import error_line
 
 MODEL, SCORER, WORDS = "owner/pipe", "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -193,13 +193,6 @@ def test_train_lists_all_that_is_missing_before_it_fails(serving, here, capsys, 
     assert error.endswith(f"missing, and the hub does not answer: where there is a network, `{command}`; of a local "
                           "copy of the model, --model=FOLDER")
     assert not any(line.startswith("model:") for line in out)
-
-
-class Terminal(io.StringIO):
-    """Input of a person, who has typed an answer."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_person_is_asked_and_no_downloads_nothing(serving, tmp_path, capsys, monkeypatch):
