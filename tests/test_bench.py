@@ -1,7 +1,6 @@
 """Benches of scripts/: an epoch's overhead, pages, and the language model's runs."""
 
 import json
-import math
 import re
 import shlex
 import sys
@@ -14,6 +13,7 @@ import pytest
 import train_recipes
 import train_smollm2
 from PIL import Image
+from scipy.stats import binomtest
 
 from flowgrpo.errors import UserError
 from flowgrpo.tools.bench import collect
@@ -171,16 +171,6 @@ def test_the_page_is_current():
     assert all((bench_pages.DOCS / bench_pages.figure_of(model["model"])).is_file() for model in results)
 
 
-Z = 1.959963984540054
-
-
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """Wilson's limits of a share."""
-    share = right / count
-    middle, half = share + Z * Z / 2 / count, Z * math.sqrt(share * (1 - share) / count + Z * Z / 4 / count**2)
-    return (middle - half) / (1 + Z * Z / count), (middle + half) / (1 + Z * Z / count)
-
-
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
     """Train the recipe with seed 3 on a tiny model with random weights: two epochs, three held-out problems."""
@@ -207,8 +197,9 @@ def test_the_table_has_wilsons_intervals():
     line = train_smollm2.table([{"seed": 0, "before": [0, 0, 0, 1], "after": [0, 1, 1, 1]}]).splitlines()[2]
     seed, count, before, after, change = line.split(" | ")
     assert (seed, count) == ("| 0", "4") and change.startswith("+0.500 [")
-    assert before == "0.250 [{:.3f}, {:.3f}]".format(*wilson(1, 4))
-    assert after == "0.750 [{:.3f}, {:.3f}]".format(*wilson(3, 4))
+    for right, said in ((1, before), (3, after)):
+        low, high = binomtest(right, 4).proportion_ci(method="wilson")
+        assert said == f"{right / 4:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def test_a_finished_seed_is_not_trained_again(output):

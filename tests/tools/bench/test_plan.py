@@ -1,16 +1,13 @@
 """Methods, prompts, budgets and runs of a bench, and the requests that it refuses."""
 
-import contextlib
-import html.parser
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +37,7 @@ from flowgrpo.tools.bench.models import Entry, clip_of, entries
 from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost, epochs_for, epochs_of
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
+from tests.helpers.forked import Forked
 from tests.helpers.refusals import message
 
 RECIPES = Path(__file__).parents[3] / "configs"
@@ -408,48 +406,28 @@ ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations
              "--points", "1", "--prompts", "8", "--jobs", "1"]
 
 
-@contextlib.contextmanager
-def interrupted(output: Path) -> Iterator[None]:
-    """Press Ctrl-C when the first run of a bench has finished."""
-    ended = threading.Event()
-    def press() -> None:
-        while not ended.wait(0.05):
-            if [*output.glob("runs/*/result.json")]:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-    thread = threading.Thread(target=press)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore the signal
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        signal.signal(signal.SIGINT, before)
+def compared(output: Path) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    return main(["compare", "methods", *ARGUMENTS, "--output", str(output)])
 
 
-class Tags(html.parser.HTMLParser):
-    """Figures of a page, and what it loads."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.labels, self.loaded = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        self.labels += [values["aria-label"]] if tag == "svg" else []
-        self.loaded += [value for key, value in attributes if key in ("src", "href") and value != "data:,"]
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The first value that is true, within ten minutes."""
+    for _ in range(12_000):
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("it did not become true")
 
 
 def test_an_interrupted_bench_goes_on_and_writes_its_results(tmp_path, capsys):
     output = tmp_path / "bench"
-    arguments = [*ARGUMENTS, "--output", str(output)]
-    with interrupted(output):
-        assert main(["compare", "methods", *arguments]) == 130
-    assert "interrupted: runs are saved; the same command goes on" in capsys.readouterr().out
+    first = Forked(compared, output)
+    wait_for(lambda: [*output.glob("runs/*/result.json")])
+    os.kill(first.process.pid, signal.SIGINT)
+    assert first.wait() == 130 and "interrupted: runs are saved; the same command goes on" in first.streams()[0]
     finished = {file: file.stat().st_mtime_ns for file in output.glob("runs/*/result.json")}
-    assert main(["compare", "methods", *arguments]) == 0
+    assert main(["compare", "methods", *ARGUMENTS, "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert len(finished) == 1 and "1 more finished), 1 at a time" in said
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
@@ -468,8 +446,9 @@ def test_an_interrupted_bench_goes_on_and_writes_its_results(tmp_path, capsys):
     assert "| grpo |" in (output / "results.md").read_text() and "grpo & 1 &" in (output / "results.tex").read_text()
     assert (output / "results.csv").read_text().count("\n") == 3
     assert (output / "curves.pdf").read_bytes().startswith(b"%PDF")
-    page = Tags((output / "index.html").read_text())
-    assert page.loaded == [] and any(label.startswith("rloo: accuracy from") for label in page.labels)
+    page = (output / "index.html").read_text()
+    assert {*re.findall(r"""\b(?:src|href)=["']?([^\s"'>]*)""", page)} <= {"data:,"}  # it loads nothing
+    assert re.search('<svg [^>]*aria-label="rloo: accuracy from', page)
 
 
 def is_running(process: int) -> bool:
@@ -480,25 +459,15 @@ def is_running(process: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first value that is true, within two minutes."""
-    for _ in range(2400):
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("it did not become true")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_bench_ends_its_workers(number, tmp_path):
-    command = [sys.executable, "-m", "flowgrpo", "compare", "methods", *ARGUMENTS, f"--output={tmp_path}/bench"]
-    bench = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    bench = Forked(compared, tmp_path / "bench")
     try:
         wait_for(lambda: [*tmp_path.glob("bench/logs/*.log")])
-        workers = [int(process) for task in Path(f"/proc/{bench.pid}/task").iterdir()
+        workers = [int(process) for task in Path(f"/proc/{bench.process.pid}/task").iterdir()
                    for process in (task / "children").read_text().split()]
         assert any(map(is_running, workers))
-        bench.send_signal(number)
+        os.kill(bench.process.pid, number)
         assert bench.wait(120) == {signal.SIGTERM: -number, signal.SIGINT: 130}[number]
         wait_for(lambda: not any(map(is_running, workers)))
     finally:
