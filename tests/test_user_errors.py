@@ -31,14 +31,7 @@ def recipe(model, tmp_path):
 
 
 def told(capsys, *arguments: object) -> str:
-    """The one line of an error; of a progress bar's redrawn lines, and the epochs of a log, nothing counts."""
-    capsys.readouterr()
-    assert main(["train", "--trust", *map(str, arguments)]) == 2
-    err = capsys.readouterr().err
-    lines = [line for line in err.split("\n") if line and "\r" not in line and not line.startswith("epoch ")]
-    assert len(lines) == 1 and lines[0].startswith("flowgrpo: error: "), err
-    assert "Traceback" not in err
-    return lines[0]
+    return error_line(capsys, "train", "--trust", *arguments)
 
 
 ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()))
@@ -94,7 +87,6 @@ def test_prompt_files_and_prompts_that_are_too_long(recipe, capsys):
     assert "a prompt of 20,001 characters, expected 20,000 at most ('aaaa" in told(capsys, recipe)
     prompts.write_text(f"{short}\n{'a' * 1_000_002}\n")
     assert f"{prompts}, line {len(tiny.PROMPTS) + 1}: a prompt of 1,000,002 characters" in told(capsys, recipe)
-    prompts = recipe.with_name("prompts.txt")
     prompts.write_text("\n\n")
     assert f"prompts {prompts}: the file holds no prompt" in told(capsys, recipe)
     prompts.write_text("only one\n")
@@ -120,8 +112,7 @@ def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert f"cannot load the model '{empty}'" in told(capsys, recipe, f"--model={empty}")
-    broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
+    broken = shutil.copytree(model, tmp_path / "broken")
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"not a file of weights")
     assert f"cannot load the model '{broken}'" in told(capsys, recipe, f"--model={broken}")
     (broken / "model_index.json").write_text("{")
@@ -130,13 +121,11 @@ def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
 
 
 def test_a_pipeline_without_one_of_its_parts_and_a_flow_with_another_scheduler(recipe, model, tmp_path, capsys):
-    lacking = tmp_path / "lacking"
-    shutil.copytree(model, lacking)
+    lacking = shutil.copytree(model, tmp_path / "lacking")
     shutil.rmtree(lacking / "vae")
     line = told(capsys, recipe, f"--model={lacking}")
     assert f"cannot load the model '{lacking}' (its model_index.json names vae, of which there is no folder)" in line
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
+    other = shutil.copytree(model, tmp_path / "other")
     index = other / "model_index.json"
     index.write_text(index.read_text().replace("FlowMatchEulerDiscreteScheduler", "DDIMScheduler"))
     (other / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
@@ -146,8 +135,7 @@ def test_a_pipeline_without_one_of_its_parts_and_a_flow_with_another_scheduler(r
 
 
 def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
-    second = tmp_path / "second_order"
-    shutil.copytree(model, second)
+    second = shutil.copytree(model, tmp_path / "second_order")
     for file in (second / "model_index.json", second / "scheduler" / "scheduler_config.json"):
         file.write_text(file.read_text().replace("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"))
     line = told(capsys, recipe, f"--model={second}", "--train.grid=stock")
@@ -155,37 +143,35 @@ def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def failing_at_call(number: int, statement: str) -> str:
-    return (f"calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
-            f"    if calls == {number}:\n        {statement}\n    return images[:, 0].mean((1, 2))\n")
+FAILING = """calls = 0
+
+def red(images, prompts):
+    global calls
+    calls += 1
+    if calls == 5:
+        {}
+    return images[:, 0].mean((1, 2))
+"""
 
 
-@pytest.mark.parametrize("answer, line", [
-    ("1 / 0", "raised on 4 samples (first prompt of the batch: '"),
-    ("[0.5, 0.5, float('nan'), 0.5]", "returned nan, expected a finite number"),
-    ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number")])
-def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
-    """The first call is the trial, the second measures the base; two calls later the second epoch begins."""
+@pytest.mark.parametrize("statement, options, line", [
+    ("return 1 / 0", [], "raised on 4 samples (first prompt of the batch: '"),
+    ("return [0.5, 0.5, float('nan'), 0.5]", [], "returned nan, expected a finite number"),
+    ("return ['a', 'b', 'c', 'd']", [], "returned 'a', expected a finite number"),
+    pytest.param("raise OSError('judge unreachable')", ["--eval.every=1"],
+                 "OSError: judge unreachable (reward.py, line 7)", marks=pytest.mark.fast)])
+def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, statement, options, line, capsys):
+    """The first call is the trial, the second measures the base; two calls later the second epoch begins, or with
+    `eval.every` the held-out prompts are measured after the first."""
     file = recipe.with_name("reward.py")
-    file.write_text(failing_at_call(5, f"return {answer}"))
-    found = told(capsys, recipe)
+    file.write_text(FAILING.format(statement))
+    found = told(capsys, recipe, *options)
     assert line in found and f"reward '{file}:red'" in found
     run = recipe.parent / "runs" / "run"
     assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"
     assert main(["train", "--trust", str(recipe), "--resume"]) == 0
     epochs = [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert epochs == [1, 2, 3] and (run / "summary.json").exists()
-
-
-@pytest.mark.fast
-def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
-    """The fifth call measures the held-out prompts after the first epoch."""
-    recipe.with_name("reward.py").write_text(failing_at_call(5, "raise OSError('judge unreachable')"))
-    assert "OSError: judge unreachable (reward.py, line 7)" in told(capsys, recipe, "--eval.every=1")
-    run = recipe.parent / "runs" / "run"
-    assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"
-    assert main(["train", "--trust", str(recipe), "--resume"]) == 0
-    assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("begins, line", [

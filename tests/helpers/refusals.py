@@ -21,7 +21,8 @@ def error_line(capsys, *arguments: object) -> str:
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
     said = capsys.readouterr().err.split("\n")
-    [line] = [line for line in said if line and "\r" not in line and not line.endswith(" ...")]
+    [line] = [line for line in said if line and "\r" not in line and not line.endswith(" ...")
+              and not line.startswith("epoch ")]
     assert line.startswith("flowgrpo: error: ")
     return line
 

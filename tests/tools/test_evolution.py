@@ -71,15 +71,19 @@ def test_a_reward_without_a_gradient_rises():
     assert all(torch.equal(policy.model.state_dict()[key], kept) for key, kept in frozen.items())
 
 
+def small(place, loaded) -> list[str]:
+    """Save a model and its prompts, and return the options of a short command on them."""
+    save(place / "model", loaded)
+    (place / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
+    return [f"--model={place / 'model'}", f"--prompts={place / 'prompts.txt'}", "--held_out=0.3", "--train.prompts=2",
+            "--train.group=2", "--text.max_tokens=4", "--device=cpu", "--precision=fp32"]
+
+
 def test_the_command_writes_a_lora_and_its_generations(tmp_path, capsys):
     loaded = tiny_text.model()
-    save(tmp_path / "model", loaded)
+    given = ["contrib", "evolve", "--output", str(tmp_path / "out"), *small(tmp_path, loaded), "--method=grpo",
+             "--reward=distinct", "--adapter.rank=2", "--generations", "2", "--population", "4"]
     tiny_text.stir(tiny_text.policy(loaded, rank=2)).weights.save(tmp_path / "lora")
-    (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
-    given = ["contrib", "evolve", "--output", str(tmp_path / "out"), f"--model={tmp_path / 'model'}", "--method=grpo",
-             "--reward=distinct", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3", "--train.prompts=2",
-             "--train.group=2", "--text.max_tokens=4", "--adapter.rank=2", "--device=cpu", "--precision=fp32",
-             "--generations", "2", "--population", "4"]
     assert main(given) == 2 and "adapter.init is not set" in capsys.readouterr().err
     assert main([*given, f"--adapter.init={tmp_path / 'lora'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "evolution.jsonl").read_text().splitlines()]
@@ -120,15 +124,12 @@ def test_only_groups_whose_rewards_differ_edit_the_library():
 
 
 def test_the_command_learns_from_a_models_samples(tmp_path, capsys):
-    save(tmp_path / "model", tiny_text.model())
+    options = small(tmp_path, tiny_text.model())
     before = {file: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
     (tmp_path / "r.py").write_text("def mine(texts, prompts): return [float(i) for i in range(len(texts))]\n")
     with endpoint(lambda body, number: said(json.dumps([{"add": f"7+{number}"}]))) as server:
-        code = main(["contrib", "lessons", "--output", str(tmp_path / "lessons.txt"), f"--model={tmp_path / 'model'}",
-                     f"--reward={tmp_path / 'r.py'}:mine", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3",
-                     "--train.prompts=2", "--train.group=2", "--text.max_tokens=4", "--device=cpu",
-                     "--precision=fp32", "--epochs", "1", "--url", server.url, "--served", "m"])
+        code = main(["contrib", "lessons", "--output", str(tmp_path / "lessons.txt"), *options, "--epochs", "1",
+                     f"--reward={tmp_path / 'r.py'}:mine", "--url", server.url, "--served", "m"])
     assert code == 0, capsys.readouterr().err
     lessons = (tmp_path / "lessons.txt").read_text().splitlines()
     assert len(lessons) == 2 and lessons[0].startswith("1. 7+") and "2 lessons" in capsys.readouterr().out

@@ -13,10 +13,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
-from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.text import memory as text_memory
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import TARGETS
@@ -198,29 +197,15 @@ def test_the_device_is_asked_for_and_of_a_class_without_a_tiny_instance_nothing_
     assert report.report("HunyuanDiTPAGPipeline")["supported"] is None
 
 
-def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
-    assert main(["check", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["supported"] is True
-    assert main(["check", str(tmp_path)]) == 2
-    out = capsys.readouterr().out
-    assert "supported  no" in out and "reason     cannot load the model" in out
-
-
-@pytest.mark.parametrize("micro_batch", [4, 5, 8])  # 3 prompts of 4 rows: whole groups, parts of groups
-@pytest.mark.parametrize("stochastic, shared, guidance", [((2, 3), True, 1.0), ((2, 3), False, 1.0), ((0,), True, 1.0),
-                                                          ((1, 2), True, 3.0)])
-def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
-    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
-    schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
-    exploration = RolloutSpec(shift_grid(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
-    conditioning = policy.encode(["a", "b", "c"])
-    before = policy.evaluations
-    parts = list(explore(policy, conditioning, [exploration], micro_batch, seeder(0, 0)))
-    assert policy.evaluations - before == doubled * cost.rollout([exploration], 3)
-    before = policy.evaluations
-    for part in parts:
-        list(replay(policy, conditioning, part, micro_batch))
-    assert policy.evaluations - before == doubled * cost.update([exploration], 3, 1)
+def test_the_command_exits_with_2_where_it_cannot(model, language_model, tmp_path, capsys):
+    for trainable, key in ((model, "supported"), (language_model, "chat_template")):
+        assert main(["check", trainable, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[key] is True
+    for asked, code, told in (("starter_text", 0, ["supported", "</s>", "rollout"]), ("gpt2", 2, ["adapter.targets"]),
+                              (str(tmp_path), 2, ["supported  no", "reason     cannot load the model"])):
+        assert main(["check", asked]) == code
+        out = capsys.readouterr().out
+        assert all(text in out for text in told), out
 
 
 @pytest.fixture(scope="module")
@@ -328,12 +313,3 @@ def test_what_cannot_be_trained_says_why():
     told = report.report("gpt2")
     assert not told["supported"] and "adapter.targets" in told["reason"] and told["class"] == "GPT2LMHeadModel"
 
-
-def test_the_command_line(language_model, capsys):
-    assert main(["check", language_model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["chat_template"] is True
-    assert main(["check", "starter_text"]) == 0
-    told = capsys.readouterr().out
-    assert "supported" in told and "</s>" in told and "rollout" in told
-    assert main(["check", "gpt2"]) == 2
-    assert "adapter.targets" in capsys.readouterr().out

@@ -46,35 +46,27 @@ def rollout(name: str, steps: tuple[int, ...], grid=GRID):
     return part
 
 
-class Watched:
-    """Which of the experts are called, in order."""
-
-    def __init__(self, policy):
-        self.called = []
-        self.hooks = [module.register_forward_pre_hook(lambda *_, name=name: self.called.append(name))
-                      for name, module in policy.denoisers.items()]
-
-    def taken(self) -> list[str]:
-        called, self.called[:] = list(self.called), []
-        return called
-
-
 # --- experts ---------------------------------------------------------------------------------------------------------
 def test_both_experts_have_a_lora_and_a_replayed_step_goes_through_that_of_the_rollout():
     policy = policy_of("WanPipeline (2.2)")
     encoded("WanPipeline (2.2)")
-    watched = Watched(policy)
+    called: list[str] = []
+    hooks = [module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+             for name, module in policy.denoisers.items()]
     part = rollout("WanPipeline (2.2)", (0, 1, 2, 3))
-    assert watched.taken() == ["transformer", "transformer", "transformer_2", "transformer_2"]  # from 0.875 down
+    experts = ["transformer", "transformer", "transformer_2", "transformer_2"]  # from 0.875 down
+    assert called == experts
+    called.clear()
     for k, rows, new in replay(policy, encoded("WanPipeline (2.2)"), part, 4):
-        [expert] = watched.taken()
-        assert expert == ("transformer", "transformer", "transformer_2", "transformer_2")[k]
+        expert = experts[k]
+        assert called == [expert]
+        called.clear()
         assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
         new.logp.sum().backward()
         assert {key.split(".")[0] for key, p in policy.weights.named.items() if p.grad is not None} == {expert}
         for parameter in policy.weights.parameters():
             parameter.grad = None
-    for hook in watched.hooks:
+    for hook in hooks:
         hook.remove()
     named = policy_of("WanPipeline (2.2)").weights.named
     sizes = [sum(p.numel() for key, p in named.items() if key.startswith(f"{name}."))
