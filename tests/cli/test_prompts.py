@@ -47,17 +47,12 @@ def test_templates_become_a_prompt_file_once(tmp_path, capsys):
     assert main(["prompts", "write", "--output", str(tmp_path / "q.jsonl")]) == 2
 
 
-@pytest.fixture
-def endpoint():
-    """URL of an endpoint whose second answer repeats the first."""
-    with chat_endpoint.served(["1. a red hat\n2. two owls", "two owls\na bell"]) as url:
-        yield url
-
-
-def test_a_language_model_is_asked_until_there_are_enough(tmp_path, endpoint):
+def test_a_language_model_is_asked_until_there_are_enough(tmp_path):
+    """The second answer repeats a prompt of the first."""
     output = tmp_path / "p.jsonl"
-    assert main(["prompts", "write", "--about", "things", "--url", endpoint, "--model", "m", "--count", "3",
-                 "--output", str(output)]) == 0
+    with chat_endpoint.served(["1. a red hat\n2. two owls", "two owls\na bell"]) as url:
+        assert main(["prompts", "write", "--about", "things", "--url", url, "--model", "m", "--count", "3",
+                     "--output", str(output)]) == 0
     assert [prompt.text for prompt in load_prompts(output)] == ["a red hat", "two owls", "a bell"]
 
 

@@ -255,7 +255,10 @@ SHALLOW = {
     "Flux2Transformer2DModel": {"num_layers": 1, "num_single_layers": 2},
     "ZImageTransformer2DModel": {"n_layers": 2, "n_refiner_layers": 1},
     "UNet2DConditionModel": {"layers_per_block": 1, "transformer_layers_per_block": 1},
-    "LlamaModel": {"num_hidden_layers": 3}, "Qwen2_5_VLTextModel": {"num_hidden_layers": 4}}
+    "LlamaModel": {"num_hidden_layers": 3}, "Qwen2_5_VLTextModel": {"num_hidden_layers": 4},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": published.QWEN_VL_7B[1]["text_config"] | TEXT,
+        "vision_config": published.QWEN_VL_7B[1]["vision_config"] | {"depth": 2}}}
 SMALL = {"train.prompts": "2", "image.height": "128", "image.width": "128"}
 CLIPS = {"image.frames": "5", "memory.vae": "whole"}
 # Where the pipeline makes no images of those sizes, or clips of so many frames: the least that it makes.
@@ -263,28 +266,18 @@ MADE = {"flux_kontext_8x80": {"image.height": "512", "image.width": "512"}, "ltx
         "ltx25_80gb": {"train.steps": "8", "image.frames": "9"}}
 RECIPES = {file.stem: load(file) for file in sorted(CONFIGS.glob("*.yaml")) if load(file).model in published.MODELS}
 
-
-def classes(name: str) -> tuple[str, ...]:
-    """Return the classes of a recipe's pipeline and of its parts."""
-    known = published.MODELS[RECIPES[name].model]
-    return known.pipeline, *sorted(kind for kind, _ in known.parts.values())
-
-
-# One recipe of each pipeline, the one with the most settings of memory: the others repeat what it runs.
-RUN = {classes(name): name for name in sorted(
-    RECIPES, key=lambda name: len(RECIPES[name].memory.model_dump(exclude_defaults=True)))}
+# One recipe of each class of a pipeline and of its parts, the one with the most settings of memory: the others repeat
+# what it runs.
+RUN: dict[tuple[str, ...], str] = {}
+for each in sorted(RECIPES, key=lambda name: len(RECIPES[name].memory.model_dump(exclude_defaults=True))):
+    released = published.MODELS[RECIPES[each].model]
+    RUN[released.pipeline, *sorted(kind for kind, _ in released.parts.values())] = each
 
 
 def shallow(known: published.Published) -> published.Published:
     """Few blocks of the published widths."""
-    return replace(known, parts={name: (kind, config | _fewer(kind, config))
+    return replace(known, parts={name: (kind, config | SHALLOW.get(kind, {}))
                                  for name, (kind, config) in known.parts.items()})
-
-
-def _fewer(kind: str, config):
-    if kind == "Qwen2_5_VLForConditionalGeneration":
-        return {"text_config": config["text_config"] | TEXT, "vision_config": config["vision_config"] | {"depth": 2}}
-    return SHALLOW.get(kind, {})
 
 
 def test_every_recipe_of_a_pipeline_has_its_models_configuration():

@@ -183,6 +183,8 @@ def test_the_page_votes_over_http(ballot, tmp_path):
             "the base's \u00b7 3 updates"
         live.tell(updates=0, evidence=3.21, needed=20.0, foretold={}, looks={})
         assert ask("state")[1]["facts"] == "evidence of a taste: 3.2 of 20, from where it trains"
+        assert ask("state", root=f"/{'x' * 22}/")[1] == \
+            b"expected the address that `flowgrpo taste` printed, with its token"
         assert not ask("finish", {})[1]["live"]
         assert ask("vote", {"question": "0.q1", "shown": [0, 1], "choice": 0})[0] == 409
     assert not live.log.votes
@@ -202,9 +204,3 @@ def test_refusals(ballot, tmp_path, path, content, headers, status):
         assert ask(path, content, **headers)[0] == status
         assert ask(path, content, root=f"/{'x' * 22}/", **headers)[0] == 403
     assert not live.log.votes and not live.is_finished and not (tmp_path / "votes.jsonl").exists()
-
-
-def test_another_token_is_told_which_command_printed_it(ballot):
-    with serving(ballot()) as ask:
-        assert ask("state", root=f"/{'x' * 22}/")[1] == \
-            b"expected the address that `flowgrpo taste` printed, with its token"
