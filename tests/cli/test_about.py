@@ -10,16 +10,10 @@ from PIL import Image
 from torchvision.utils import save_image
 
 from flowgrpo import packages, rewards
-from flowgrpo.cli import main
 from flowgrpo.cli import reward_table as table
 from flowgrpo.rewards import About
 from tests.data.test_untrusted import png as png_head
-from tests.helpers.refusals import only_line
-
-
-def shown(capsys, *arguments: object) -> str:
-    assert main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out
+from tests.helpers.refusals import only_line, printed
 
 
 # --- what a reward says of itself ------------------------------------------------------------------------------------
@@ -47,7 +41,7 @@ CALLED = {"sharp": "sharpness crispness deqa", "blurry": "sharpness crispness", 
 
 @pytest.mark.parametrize("said", CALLED)
 def test_rewards_are_found_by_what_people_call_things(said, capsys):
-    found = {row["name"] for row in json.loads(shown(capsys, "rewards", *said.split(), "--json"))}
+    found = {row["name"] for row in json.loads(printed(capsys, "rewards", *said.split(), "--json"))}
     assert set(CALLED[said].split()) <= found and len(found) <= 25
 
 
@@ -83,10 +77,10 @@ def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
 
 
 def test_the_table(capsys):
-    out = shown(capsys, "rewards")
+    out = printed(capsys, "rewards")
     [line] = [line for line in out.splitlines() if line.startswith(" scene_graded")]
     assert line.split()[:2] == ["scene_graded", "Degree"] and line.split()[-4:] == ["image,", "0", "to", "1"]
-    [scene] = [row for row in json.loads(shown(capsys, "rewards", "--json")) if row["name"] == "scene"]
+    [scene] = [row for row in json.loads(printed(capsys, "rewards", "--json")) if row["name"] == "scene"]
     assert scene == {"name": "scene", "modality": "image", "range": [0, 1], "needs": "", "licence": "Apache-2.0",
                      "installed": True, "does": "1.0 where an image shows exactly what its prompt claims and nothing "
                                                 "else, otherwise 0.0", "found_by": "count counting colour color shape",
@@ -99,7 +93,7 @@ def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flowgrpo.rewards]\nbroken_one = no_such_module_at_all:f\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    out = shown(capsys, "rewards")
+    out = printed(capsys, "rewards")
     assert "scene_graded" in out and "reward 'broken_one' does not import: ModuleNotFoundError" in out
     [line] = [line for line in out.splitlines() if line.startswith(" broken_one")]
     assert line.split() == ["broken_one", "broken"]
@@ -142,20 +136,20 @@ def scores(out: str) -> list:
 
 
 def test_files_of_any_size_and_grey_of_sixteen_bits_are_scored_in_their_order(files, capsys):
-    out = shown(capsys, "reward", "score", "mine.py:level", *files, "--prompt", "a cat", "--json")
+    out = printed(capsys, "reward", "score", "mine.py:level", *files, "--prompt", "a cat", "--json")
     assert scores(out) == pytest.approx([0, 0.2, 0.4, 0.6], abs=1e-6)
     assert [row["file"] for row in json.loads(out)["scores"]] == files
     assert {row["prompt"] for row in json.loads(out)["scores"]} == {"a cat"}
-    lines = shown(capsys, "reward", "score", "mine.py:level", *files[1:3]).splitlines()
+    lines = printed(capsys, "reward", "score", "mine.py:level", *files[1:3]).splitlines()
     assert [line.split() for line in lines if ".png" in line] == [["1.png", "0.2000"], ["2.png", "0.4000"]]
     Image.fromarray(np.full((4, 4), 40000, np.uint16)).save("deep.png")
-    found = scores(shown(capsys, "reward", "score", "mine.py:level", "deep.png", "--json"))
+    found = scores(printed(capsys, "reward", "score", "mine.py:level", "deep.png", "--json"))
     assert found == pytest.approx([40000 / 65535], abs=1e-6)
 
 
 def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "metadata": {"more": 5}}\n{"prompt": "skip"}\n')
-    found = scores(shown(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json"))
+    found = scores(printed(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json"))
     assert found == [5, None]
     assert "p.jsonl has 2 prompts for 4 files, expected one for each" in only_line(
         capsys, "reward", "score", "mine.py:level", *files, "--prompts", "p.jsonl")
@@ -167,12 +161,12 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
         save_image(torch.full((3, 4, 4), 0.4), f"clip/{i}.png")
     pictures = [Image.new("RGB", (4, 4), (51 * i, 0, 0)) for i in range(5)]
     pictures[0].save("moving.gif", save_all=True, append_images=pictures[1:])
-    found = scores(shown(capsys, "reward", "score", "mine.py:frames", "clip", "moving.gif", "--json"))
+    found = scores(printed(capsys, "reward", "score", "mine.py:frames", "clip", "moving.gif", "--json"))
     assert found == pytest.approx([3.4, 5.0], abs=1e-6)
     assert "reward 'mine.py:frames' judges video, but what is generated here is image" in only_line(
         capsys, "reward", "score", "mine.py:frames", "0.png")
     (tmp_path / "answer.txt").write_text("four")
-    found = scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}"))
+    found = scores(printed(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}"))
     assert found == [2]
 
 

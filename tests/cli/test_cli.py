@@ -22,7 +22,7 @@ from flowgrpo.log import NOISY
 from flowgrpo.nouns import quantity
 from flowgrpo.training import announcement
 from tests.helpers.commands import commands
-from tests.helpers.refusals import error_line, only_line
+from tests.helpers.refusals import error_line, only_line, printed
 
 
 @pytest.mark.parametrize("arguments", [
@@ -199,15 +199,13 @@ def test_mistakes_in_other_commands_are_told(arguments, line, capsys):
 
 def test_methods_are_listed_with_their_pages_found_by_a_word_and_stand_in_one_group_each(capsys):
     from flowgrpo.methods.presets import PRESETS
-    assert main(["list", "methods"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "list", "methods")
     assert [name for name in PRESETS if f"{name} " not in out] == []
     assert "2508.04324" in out and "docs/methods/index.md" in out
     assert [title for title in about.GROUPS if title.split(":")[0] not in out] == []
     listed = [row[0] for modules in about.GROUPS.values() for module in modules for row in about._presets(module)]
     assert sorted(listed) == sorted(PRESETS)
-    assert main(["list", "methods", "Dapo"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "list", "methods", "Dapo")
     assert "dynamic_sampling " in out and "high_entropy " in out and "mix_grpo " not in out
     assert main(["list", "methods", "nothing_like_it"]) == 2
     assert "no method has 'nothing_like_it': `flowgrpo list methods` lists all" in capsys.readouterr().err
@@ -215,8 +213,7 @@ def test_methods_are_listed_with_their_pages_found_by_a_word_and_stand_in_one_gr
 
 def test_parts_are_listed_with_what_their_fields_take(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["list", "parts", "conditional"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, "list", "parts", "conditional")
     assert "parts.advantage" in shown and "mu=0.5 (0 to 1), metric=\"logp\" (logp|length|entropy)" in shown
     assert main(["list", "parts", "nothing_like_it"]) == 2
     assert "no part has 'nothing_like_it': `flowgrpo list parts` lists all" in capsys.readouterr().err
@@ -231,13 +228,11 @@ def test_lists_load_nothing_heavy(command):
 
 
 def test_rewards_are_found_by_a_word_and_stand_in_groups(capsys):
-    assert main(["list", "rewards"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "list", "rewards")
     places = [out.index(text) for text in ("rewards of images and videos", "\n scene ", "rewards of texts",
                                            "\n math_answer ", "rewards of both", "\n checklist ")]
     assert places == sorted(places) and "scene_graded" in out and "what it does" in out
-    assert main(["list", "rewards", "warped BACK"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "list", "rewards", "warped BACK")
     assert " temporal_consistency " in out and " scene " not in out and "rewards of texts" not in out
     assert main(["list", "rewards", "nothing_like_it"]) == 2
     assert "no reward has 'nothing_like_it': `flowgrpo list rewards` lists all" in capsys.readouterr().err

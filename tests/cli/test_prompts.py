@@ -24,14 +24,12 @@ from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import chat_endpoint, tiny, tiny_text
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, printed
 
 
 def test_sets_are_listed_and_previews_are_spread(capsys):
-    assert main(["list", "prompts"]) == 0
-    assert "CC-BY-4.0" in capsys.readouterr().out
-    assert main(["list", "prompts", "t2i_compbench", "--count", "8", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    assert "CC-BY-4.0" in printed(capsys, "list", "prompts")
+    shown = json.loads(printed(capsys, "list", "prompts", "t2i_compbench", "--count", "8", "--json"))
     assert shown["training"] == 5557 and shown["held out"] == 2400
     assert len({line["metadata"]["category"] for line in shown["prompts"]}) == 8
     assert "no such set: did you mean 'geneval'?" in error_line(capsys, "list", "prompts", "genevl")

@@ -8,14 +8,13 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.export import push
 from flowgrpo.hub import download, is_lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.export.test_export import make_run
 from tests.helpers import stand_in_hub, tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, printed
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +46,12 @@ def hub(monkeypatch, tmp_path):
         yield serving
 
 
-def said(capsys, *arguments: object, code: int = 0) -> str:
-    if code:
-        return error_line(capsys, *arguments)
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out
-
-
 def test_a_push_sends_what_the_dry_run_lists_and_nothing_else(run, hub, capsys):
-    listed = said(capsys, "push", run, "me/mine", "--dry-run").splitlines()
+    listed = printed(capsys, "push", run, "me/mine", "--dry-run").splitlines()
     names = [line.split()[1] for line in listed[:-1]]
     assert names == ["README.md", "config.yaml", "curves.png", "metrics.jsonl", LORA_FILE, "summary.json"]
     assert listed[-1].endswith("bytes in 6 files, to me/mine; nothing was uploaded") and not hub.asked
-    address = said(capsys, "push", run, "me/mine", "--private", "--revision", "second", "--message", "Better").strip()
+    address = printed(capsys, "push", run, "me/mine", "--private", "--revision=second", "--message=Better").strip()
     assert address.startswith(f"{hub.url}/me/mine/commit/")
     assert hub.files["me/mine"] == {name: (run / name).read_bytes() for name in names}
     sent = {path: body for method, path, body in hub.asked if method == "POST"}
@@ -70,24 +61,24 @@ def test_a_push_sends_what_the_dry_run_lists_and_nothing_else(run, hub, capsys):
 
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "me/-x", "me/x..y", "me/ x", "../x", "me/x.git"])
 def test_a_malformed_name_is_refused_before_anything(run, hub, capsys, name):
-    assert "expected OWNER/NAME" in said(capsys, "push", run, "--", name, code=2)
+    assert "expected OWNER/NAME" in error_line(capsys, "push", run, "--", name)
     assert not hub.asked and not (run / "README.md").exists()
 
 
 def test_refusals_of_the_hub_and_what_it_needs_are_one_line(run, hub, capsys, monkeypatch):
     hub.refused["me/mine"] = (403, "Forbidden")
-    assert "the upload to me/mine failed: the hub refuses it (403)" in said(capsys, "push", run, "me/mine", code=2)
+    assert "the upload to me/mine failed: the hub refuses it (403)" in error_line(capsys, "push", run, "me/mine")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(run / "no-token"))
-    assert "needs a login: `hf auth login`" in said(capsys, "push", run, "me/mine", code=2)
+    assert "needs a login: `hf auth login`" in error_line(capsys, "push", run, "me/mine")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "needs a network (HF_HUB_OFFLINE is set); --dry-run" in said(capsys, "push", run, "me/mine", code=2)
+    assert "needs a network (HF_HUB_OFFLINE is set); --dry-run" in error_line(capsys, "push", run, "me/mine")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 does not answer" in said(capsys, "push", run, "me/mine", code=2)
-    assert "got the checkpoint" in said(capsys, "push", run / "checkpoints" / "epoch-00001", "me/mine", code=2)
+    assert "http://127.0.0.1:9 does not answer" in error_line(capsys, "push", run, "me/mine")
+    assert "got the checkpoint" in error_line(capsys, "push", run / "checkpoints" / "epoch-00001", "me/mine")
     (run / "summary.json").unlink()
-    assert "the run has not finished: --resume it" in said(capsys, "push", run, "me/mine", code=2)
+    assert "the run has not finished: --resume it" in error_line(capsys, "push", run, "me/mine")
 
 
 def test_files_of_whole_weights_and_language_models(tmp_path):
@@ -105,7 +96,7 @@ def test_files_of_whole_weights_and_language_models(tmp_path):
 @pytest.fixture
 def shared(run, hub, capsys):
     """A run on the hub, with a file of Python and a pickle beside it."""
-    said(capsys, "push", run, "me/mine")
+    printed(capsys, "push", run, "me/mine")
     hub.files["me/mine"] |= {"evil.py": b"raise SystemExit", "pytorch_model.bin": b"x", "checkpoints/a.json": b"{}"}
     return hub
 
@@ -120,16 +111,16 @@ def test_data_of_a_repository_is_downloaded_once_and_read_offline(shared, traine
 
 def test_commands_take_a_run_of_the_hub(shared, trained, here, capsys):
     model, common = trained / "model", ["--prompt=red", "--steps=1"]
-    paths = [said(capsys, "sample", *source, *common).strip().splitlines()[-1]
+    paths = [printed(capsys, "sample", *source, *common).strip().splitlines()[-1]
              for source in (["hub:me/mine"], [model, "--lora", "me/mine"], [trained], [model])]
     pictures = [Image.open(path).tobytes() for path in paths]
     assert pictures[0] == pictures[1] == pictures[2] != pictures[3]
     name = load(trained / "config.yaml").name
-    assert said(capsys, "export", "hub:me/mine").strip() == f"comfyui/{name}.safetensors"
-    said(capsys, "export", trained, "--output", "own.safetensors")
+    assert printed(capsys, "export", "hub:me/mine").strip() == f"comfyui/{name}.safetensors"
+    printed(capsys, "export", trained, "--output", "own.safetensors")
     own, theirs = load_file("own.safetensors"), load_file(f"comfyui/{name}.safetensors")
     assert own.keys() == theirs.keys() and all((value == theirs[key]).all() for key, value in own.items())
-    line = said(capsys, "export", "hub:me/mine", "--form=card", code=2)
+    line = error_line(capsys, "export", "hub:me/mine", "--form=card")
     assert "--form card: got hub:me/mine, whose card is on the hub" in line
 
 
@@ -142,7 +133,7 @@ def test_commands_take_a_run_of_the_hub(shared, trained, here, capsys):
 def test_what_cannot_be_loaded_is_one_line(shared, capsys, name, line):
     shared.refused["me/gated"] = (403, "GatedRepo")
     shared.files["me/pickles"] = {"pytorch_lora_weights.bin": b"x", "config.json": b"{}"}
-    assert line in said(capsys, "sample", "starter", "--lora", name, "--prompt=x", code=2)
+    assert line in error_line(capsys, "sample", "starter", "--lora", name, "--prompt=x")
 
 
 def test_a_repository_of_one_lora_file_and_names_of_files_here(shared, tmp_path, monkeypatch):
@@ -160,7 +151,7 @@ def test_a_run_of_the_hub_executes_nothing_that_it_names(shared, trained, here, 
     config = shared.files["me/mine"]["config.yaml"].decode().replace("bright:", "evil.py:bad:").replace(
         "trust_remote_code: false", "trust_remote_code: true")
     shared.files["me/mine"]["config.yaml"] = config.encode()
-    assert said(capsys, "grid", "hub:me/mine", "--prompts=p.txt", "--count=1").strip() == "grid.png"
+    assert printed(capsys, "grid", "hub:me/mine", "--prompts=p.txt", "--count=1").strip() == "grid.png"
     assert not (here / "marker").exists() and json.loads(shared.files["me/mine"]["summary.json"])
 
 

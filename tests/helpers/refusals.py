@@ -1,4 +1,4 @@
-"""Messages of refused calls and commands, each of them one line."""
+"""What commands print, and messages of refused calls and commands, each of them one line."""
 
 import re
 
@@ -14,6 +14,13 @@ def message(call, /, *arguments, error: type[BaseException] = UserError, **keywo
         call(*arguments, **keywords)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def printed(capsys, *arguments: object) -> str:
+    """Return what a command prints that ends well."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
 
 
 def error_line(capsys, *arguments: object) -> str:

@@ -18,7 +18,7 @@ from flowgrpo.tools.check import needs
 from flowgrpo.tools.check.needs import File
 from tests.helpers import stand_in_hub
 from tests.helpers.commands import Terminal
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, printed
 
 MODEL, SCORER, WORDS = "owner/pipe", "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 LARGE = bytes(range(256)) * 4096  # 1 MiB
@@ -165,11 +165,9 @@ def test_a_disk_that_is_too_small_is_refused_before_a_download(serving, capsys, 
 def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):
     arguments = [f"--model={MODEL}", "--reward=pickscore", "--method=mix_grpo"]
     assert "nothing was installed or downloaded: give --yes" in error_line(capsys, "prepare", *arguments)
-    assert main(["prepare", "--yes", *arguments]) == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, "prepare", "--yes", *arguments)
     assert "downloaded and verified 6 files: flowgrpo train --model=owner/pipe --reward=pickscore" in said
-    assert main(["prepare", *arguments]) == 0
-    assert "nothing is missing: flowgrpo train" in capsys.readouterr().out
+    assert "nothing is missing: flowgrpo train" in printed(capsys, "prepare", *arguments)
 
 
 def test_train_lists_all_that_is_missing_before_it_fails(serving, here, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from flowgrpo.tools.dry_run.meta_gpu import Phase
 from flowgrpo.tools.dry_run.repeats import Repeats
 from flowgrpo.training import memory, sampling
 from tests.helpers import tiny, tiny_text
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, printed
 
 # All options of memory but quantised weights.
 LOW = {"memory__encoders": "cpu", "memory__vae": "tiled", "memory__states": "cpu", "train__micro_batch": 1,
@@ -286,8 +286,7 @@ def recipe(model, here):
 
 
 def test_the_command_prints_phases_and_what_fits_and_takes_keys_that_override_the_recipe(recipe, capsys):
-    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]) == 0
-    page = capsys.readouterr().out
+    page = printed(capsys, "check", "--recipe", recipe, "--gpu", "h200", "--verbose")
     assert "rollout" in page and "3.7 GiB of reward models" in page
     assert ": computed, no measurement yet on this card; " in page
     assert "0 per rollout step" in page and "does not fit" not in page

@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo import published
-from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPUS
@@ -24,7 +23,7 @@ from flowgrpo.tools.dry_run import fit, from_configs, tokens
 from flowgrpo.tools.dry_run.estimate import dry_run
 from flowgrpo.tools.dry_run.meta_gpu import MetaGPU, Phase
 from tests.helpers import tiny, tiny_vision
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, printed
 from tests.tools.dry_run.test_estimate import config, gpu, model  # noqa: F401 fixtures
 
 ROUNDED = 512  # bytes to which the allocator rounds a tensor up
@@ -237,8 +236,7 @@ def test_questions_and_settings_of_tokens(janus):
 def test_the_recipe_fits_a_4090_and_its_7b_too(monkeypatch, capsys):
     for name, whole in [*LANGUAGE.items()]:
         monkeypatch.setitem(LANGUAGE, name, whole | {"text_config": whole["text_config"] | TEXT})
-        assert main(["check", name, "--recipe", "janus_pro_1b", "--gpu", "4090", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        told = json.loads(printed(capsys, "check", name, "--recipe", "janus_pro_1b", "--gpu", "4090", "--json"))
         assert told["hours"] > 0 and not told["above"] and {"rollout", "decode", "update"} <= set(told["phases"])
 
 
