@@ -305,8 +305,7 @@ PANELS = ["Train", "Look", "Share", "Extend"]
 def shown(monkeypatch, capsys, *arguments: str) -> list[str]:
     monkeypatch.setattr(rich_utils, "MAX_WIDTH", NARROW)
     monkeypatch.setattr(rich_utils, "FORCE_TERMINAL", False)
-    assert main([*arguments, "--help"]) == 0
-    return capsys.readouterr().out.splitlines()
+    return printed(capsys, *arguments, "--help").splitlines()
 
 
 def test_the_first_screen_has_four_panels_of_commands_in_a_line_each(monkeypatch, capsys):
@@ -373,8 +372,7 @@ def test_mistakes_in_a_group_are_one_line(capsys):
 
 
 def test_recipes_are_listed_with_what_they_take(capsys):
-    assert main(["list", "recipes", "--json"]) == 0
-    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["recipe"]: row for row in json.loads(printed(capsys, "list", "recipes", "--json"))}
     assert list(rows) == recipes.names()
     assert rows["sdxl_24gb"] == {"recipe": "sdxl_24gb", "model": "stable-diffusion-xl-base-1.0", "method": "mix_grpo",
                                  "reward": "hpsv2.1", "GPUs": "One 4090 (24 GB)", "hours": "42", "peak GiB": "16.8"}
@@ -383,8 +381,7 @@ def test_recipes_are_listed_with_what_they_take(capsys):
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["sdxl_24gb"]
     assert main(["list", "recipes", "2_klein_24"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["flux2_klein_24gb"]
-    assert main(["list", "recipes", "papers", "--json"]) == 0
-    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["recipe"]: row for row in json.loads(printed(capsys, "list", "recipes", "papers", "--json"))}
     assert list(rows) == recipes.papers() and [
         rows["papers/mix_grpo_flux"][key] for key in ("GPUs", "hours", "peak GiB")] == ["8 A100 (80 GB)", "39", "43.0"]
     told = "no recipe has 'sdxl' and 'wan': `flowgrpo list recipes` lists all"
@@ -392,8 +389,7 @@ def test_recipes_are_listed_with_what_they_take(capsys):
 
 
 def test_sets_are_listed_with_their_role(capsys):
-    assert main(["list", "prompts", "--json"]) == 0
-    roles = {row["name"]: row["role"] for row in json.loads(capsys.readouterr().out)}
+    roles = {row["name"]: row["role"] for row in json.loads(printed(capsys, "list", "prompts", "--json"))}
     assert [*roles.items()] == [(name, one.role) for name, one in SETS.items()]
     assert {name for name, role in roles.items() if role == "test"} == {
         "geneval_coco", "partiprompts", "dpg", "unigenbench", "vbench", "drawbench"}

@@ -19,7 +19,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.methods.validate import resolve
 from flowgrpo.storage.places import CONFIG
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line, only_line
+from tests.helpers.refusals import error_line, only_line, printed
 
 
 @pytest.mark.parametrize("kind, name", [("method", "my_loss"), ("method", "Loss"), ("reward", "my_reward")])
@@ -81,8 +81,7 @@ def test_results_have_costs_and_unknown_ones_name_the_others(capsys):
 
 
 def test_a_dry_run_prints_the_commands_and_the_cost(capsys):
-    assert main(["reproduce", "flow_grpo/geneval", "--dry-run", "--train.epochs=2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert printed(capsys, "reproduce", "flow_grpo/geneval", "--dry-run", "--train.epochs=2").splitlines() == [
         "flowgrpo prepare --yes papers/flow_grpo_geneval --train.epochs=2",
         "accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train papers/flow_grpo_geneval --resume=auto "
         "--train.epochs=2",
@@ -240,8 +239,7 @@ def test_a_run_that_trained_nothing_has_an_exit_code_of_its_own(body, cause, her
     assert said in " ".join(out.out.split()) and "was trained on" not in out.out
     run = here / "runs" / "starter"
     assert json.loads((run / "summary.json").read_text())["trained"] == {"epochs": 0, "nothing": True, "said": [said]}
-    assert main(["push", "runs/starter", "me/lora", "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == said
+    assert printed(capsys, "push", "runs/starter", "me/lora", "--dry-run").splitlines()[0] == said
     said = said if "(" not in said else said.partition(" (")[0]
     card = (run / "README.md").read_text()
     assert card.index("Nothing was trained in 1 epoch") < card.index("was to be trained") < card.index("## Usage")

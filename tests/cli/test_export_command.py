@@ -14,7 +14,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, printed
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,7 @@ def finished(tmp_path_factory) -> Path:
 
 def exported(capsys, *arguments: str) -> Path:
     """The path that the command tells, alone in its last line."""
-    capsys.readouterr()
-    assert main(["export", *arguments]) == 0
-    return Path(capsys.readouterr().out.splitlines()[-1])
+    return Path(printed(capsys, "export", *arguments).splitlines()[-1])
 
 
 @pytest.mark.parametrize("asked", [(), ("--form", "comfyui"), ("--form=comfyui", "--output", "mine/lora.safetensors")])
@@ -74,8 +72,7 @@ def test_a_run_stands_for_its_model_and_weights_in_every_command(precision, fini
     assert main(["sample", str(finished.parent / "model"), "--prompt=red", "--steps=2",
                  f"--precision={precision}"]) == 0
     assert Image.open(capsys.readouterr().out.splitlines()[-1]).tobytes() not in pictures
-    assert main(["report", str(checkpoint)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(finished / "report.html")
+    assert printed(capsys, "report", str(checkpoint)).splitlines()[-1] == str(finished / "report.html")
 
 
 @pytest.mark.parametrize("arguments, line", [

@@ -24,6 +24,7 @@ from flowgrpo.tools.check import replays, report
 from flowgrpo.tools.check.tiny import LARGEST, make
 from flowgrpo.training import memory
 from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
+from tests.helpers.refusals import printed
 from tests.text.test_text_evaluate import save
 
 
@@ -104,8 +105,7 @@ def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
 
 def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_text("precision: fp32\nadapter: {rank: 4, dora: true}\n")
-    assert main(["check", "StableDiffusion3Pipeline", "--recipe", str(tmp_path / "recipe.yaml")]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, "check", "StableDiffusion3Pipeline", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "gradient error" not in told and "the gradient's error is left out: with adapter.dora peft holds" in told
     text = report.report("Qwen3ForCausalLM", Config(method="grpo", precision="fp32", adapter={"rank": 4, "dora": True}))
     assert text["supported"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
@@ -183,8 +183,7 @@ def test_a_recipes_rollout_costs_what_its_own_plan_says(options, alone, shared):
 
 
 def test_the_device_is_asked_for_and_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
-    assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, "check", "StableDiffusion3Pipeline", "--device", "cpu")
     assert "Pipeline (a tiny random instance: its sizes are not those of a model)\n" in told and "GiB" not in told
     assert "\nevaluations per sample         10\n" in told
     assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
@@ -199,8 +198,7 @@ def test_the_device_is_asked_for_and_of_a_class_without_a_tiny_instance_nothing_
 
 def test_the_command_exits_with_2_where_it_cannot(model, language_model, tmp_path, capsys):
     for trainable, key in ((model, "supported"), (language_model, "chat_template")):
-        assert main(["check", trainable, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)[key] is True
+        assert json.loads(printed(capsys, "check", trainable, "--json"))[key] is True
     for asked, code, told in (("starter_text", 0, ["supported", "</s>", "rollout"]), ("gpt2", 2, ["adapter.targets"]),
                               (str(tmp_path), 2, ["supported  no", "reason     cannot load the model"])):
         assert main(["check", asked]) == code

@@ -317,8 +317,7 @@ def test_the_first_line_says_whether_it_fits(given, said):
 
 def test_the_command_says_it_first_and_the_rest_on_request(recipe, capsys):
     """Two lines, of which the first is the first of --verbose too."""
-    assert main(["check", "--recipe", recipe, "--gpu", "h200"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(capsys, "check", "--recipe", recipe, "--gpu", "h200").splitlines()
     peak, room = (number / 2**30 for number in (dry_run(load(recipe), GPUS["H200"]).peak, GPUS["H200"].room))
     assert lines[0].startswith(f"fits: {peak:.1f} of {room:.1f} GiB, ")
     assert lines[0].endswith(" h on one H200 (computed, no measurement yet on this card)")
@@ -327,8 +326,7 @@ def test_the_command_says_it_first_and_the_rest_on_request(recipe, capsys):
 
 def test_a_model_of_few_steps_has_the_seconds_per_click_of_taste(recipe, model, capsys):
     (few := model / "tiny-turbo").symlink_to(model / "model")
-    assert main(["check", str(few), "--recipe", recipe, "--gpu", "h200"]) == 0
-    said = capsys.readouterr().out.splitlines()[-2]
+    said = printed(capsys, "check", str(few), "--recipe", recipe, "--gpu", "h200").splitlines()[-2]
     sitting = session.of_recipe(load(recipe, {"model": str(few)}))
     counts = dry_run(sitting, GPUS["H200"])
     seconds = session.seconds_per_click(counts.phase_seconds, sitting.train.steps)

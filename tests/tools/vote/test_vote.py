@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.cli import main
 from flowgrpo.config.sections import Adapter
 from flowgrpo.contrib.taste.votes import SKIP, TIE
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
@@ -28,7 +27,7 @@ from flowgrpo.tools.vote import server as page
 from flowgrpo.tools.vote.ballot import Ballot, count_votes
 from flowgrpo.tools.vote.sources import pairs
 from tests.helpers import ffmpeg, tiny, tiny_runs
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, printed
 from tests.helpers.servers import running
 
 COUNT = 8
@@ -193,8 +192,7 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)
     arguments = ["compare", "vote", "starter", "--lora", str(tmp_path / "lora"), "--prompts", str(tmp_path / "p.jsonl"),
                  "--output", str(tmp_path / "pairs.jsonl"), "--port", "0"]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *arguments)
     assert "2 pairs, 0 with a vote: http://127.0.0.1:" in out and "share for lora over base" in out
     listed, names = sources.drawn_pairs(Path("starter"), [tmp_path / "lora"], tmp_path / "p.jsonl", 5, 0,
                                 tmp_path / "pairs-pictures")
@@ -204,8 +202,7 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "other-images").exists()
     arguments = ["compare", "vote", "starter", "--prompts", str(tmp_path / "p.jsonl"), "--count", "1", "--output",
                  str(tmp_path / "other.jsonl"), "--port", "0"]
-    assert main(arguments) == 0
-    assert "share for seed 1 over seed 0" in capsys.readouterr().out
+    assert "share for seed 1 over seed 0" in printed(capsys, *arguments)
     one, other = (Image.open(*(tmp_path / "other-images" / side).rglob("*.png")) for side in "ab")
     assert one.size == other.size and one.tobytes() != other.tobytes()
 
