@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.cli import main
 from flowgrpo.config.sections import Adapter
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.policies import loading
 from flowgrpo.policies.weights import adapters
@@ -21,10 +20,10 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import checkpoint, manifest
 from flowgrpo.tools.check.report import report
-from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers import tiny, tiny_runs
+from tests.helpers.refusals import message, refused
 
-REWARD = "def kind(images, prompts):\n    return images.nan_to_num().mean((1, 2, 3))\n"
+REWARD = "def red(images, prompts):\n    return images.nan_to_num().mean((1, 2, 3))\n"
 
 
 @pytest.mark.parametrize("value, name", [(1.0, None), (3e38, None), (math.inf, "b"), (-math.inf, "b"), (math.nan, "b")])
@@ -37,27 +36,15 @@ def test_the_first_tensor_that_is_not_finite_is_named(value, name, dtype):
 
 def test_nothing_is_finite_and_what_is_broken_on_another_process_is_not_saved():
     assert adapters.odd({}) is None and adapters.odd({"empty": torch.zeros(0), "ids": torch.ones(1).long()}) is None
-
     told = message(adapters.require_saved, {"a": torch.ones(1)}, 7, lambda flag: True)
     assert "not finite after epoch 7 (on another process)" in told
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
     """A run of two epochs, each with its checkpoint, and the command that made it."""
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:kind", train__epochs=2,
-                           prompts=str(folder / "prompts.txt"), train__save_every=1, train__steps=4,
-                           parts__plan__size=2)
-    (folder / "recipe.yaml").write_text(settings.yaml())
-    command = ["train", "--trust", str(folder / "recipe.yaml")]
+    command = tiny_runs.command(model, folder, REWARD, train__save_every=1, train__steps=4, parts__plan__size=2)
     assert main(command) == 0
     return command, folder / "run"
 
@@ -92,7 +79,7 @@ def test_weights_that_break_are_blamed_and_not_the_reward(trained, tmp_path, cap
     command, _ = trained
     (tmp_path / "reward.py").write_text(REWARD.replace("return", "assert images.isfinite().all(), 'odd'\n    return"))
     said = line(capsys, *command, f"--output={tmp_path}", "--train.lr=1e308", "--train.save_every=9",
-                f"--reward={tmp_path}/reward.py:kind")
+                f"--reward={tmp_path}/reward.py:red")
     assert "the trained weights are not finite after epoch 1 (such as " in said
     assert not any((tmp_path / "run").glob("checkpoints/epoch-*"))
 
@@ -107,10 +94,8 @@ def rewrite(file, change) -> None:
 
 def broken(file) -> None:
     """Put one NaN into a file of weights."""
-    def change(tensors) -> None:
-        key = next(key for key in tensors if "lora_B" in key and not key.startswith("optimizer"))
-        tensors[key].view(-1)[0] = math.nan
-    rewrite(file, change)
+    rewrite(file, lambda tensors: next(value for key, value in tensors.items() if "lora_B" in key and
+                                       not key.startswith("optimizer")).view(-1)[0].fill_(math.nan))
 
 
 @pytest.mark.parametrize("command", [
@@ -202,12 +187,6 @@ def test_a_quantised_weight_is_read_by_its_scales():
         "the model's own transformer.weight holds NaN or an infinity: load whole weights")
 
 
-def largest(weights, key: str = "default") -> float:
-    """The largest |scale B A| / sqrt(outputs) of all layers, from whole matrices."""
-    return max((layer.scaling[key] * (layer.lora_B[key].weight @ layer.lora_A[key].weight)).norm().item()
-               / layer.out_features**0.5 for layer in weights.layers().values())
-
-
 def changes(rank: int):
     pipe = tiny.sd3()
     weights = TrainableWeights(pipe, {"transformer": pipe.transformer}, Adapter(rank=rank))
@@ -222,7 +201,9 @@ def test_a_lora_changes_by_the_product_of_its_sides():
         for number, (key, parameter) in enumerate(weights.named.items()):
             if "lora_B" in key:
                 parameter.normal_(std=0.1 + number / 100)
-    assert change(Processes()) == pytest.approx(largest(weights), rel=1e-5)
+    largest = max(layer.get_delta_weight("default").norm().item() / layer.out_features**0.5
+                  for layer in weights.layers().values())  # |scale B A| / sqrt(outputs), from whole matrices
+    assert change(Processes()) == pytest.approx(largest, rel=1e-5)
     with torch.no_grad():
         next(parameter for key, parameter in weights.named.items() if "lora_B" in key).fill_(1e30)
     assert 1e29 < change(Processes()) < 1e32
@@ -236,12 +217,10 @@ def test_a_lora_changes_by_the_product_of_its_sides():
     (["to_out.0", "attn.to_v", "nothing_like_it"], r"'nothing_like_it' matches no module of the transformer; ")])
 def test_a_target_that_matches_nothing_is_refused(targets, told):
     pipe = tiny.sd3()
-    with pytest.raises(UserError, match=told):
-        TrainableWeights(pipe, {"transformer": pipe.transformer}, Adapter(rank=2, targets=targets))
+    refused(told, TrainableWeights, pipe, {"transformer": pipe.transformer}, Adapter(rank=2, targets=targets))
     assert not hasattr(pipe.transformer, "peft_config")
     right = Adapter(rank=2, targets=["to_out.0", "attn.to_v"])
-    weights = TrainableWeights(pipe, {"transformer": pipe.transformer}, right)
-    assert len(weights.layers()) == 4
+    assert len(TrainableWeights(pipe, {"transformer": pipe.transformer}, right).layers()) == 4
 
 
 def test_whole_weights_change_by_their_difference():

@@ -42,10 +42,8 @@ def trained(policy: PipelinePolicy) -> set[str]:
 
 def step(policy: PipelinePolicy) -> None:
     """Sample a step and learn from it."""
-    conditioning = policy.encode(["red"])
-    grid = torch.tensor([1.0, 0.6, 0.0])
-    x = torch.zeros(1, *tiny.LATENTS, device=policy.device)
-    policy.replay(conditioning, x, grid, 1).square().mean().backward()
+    x, grid = torch.zeros(1, *tiny.LATENTS, device=policy.device), torch.tensor([1.0, 0.6, 0.0])
+    policy.replay(policy.encode(["red"]), x, grid, 1).square().mean().backward()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -86,16 +84,11 @@ OPTIONS = [{"memory": TURNS}, {"memory": {"offload": "block_level"}, "train__che
            {"memory": {"offload": "leaf_level", "encoders": "cpu"}, "train__checkpointing": True}]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("sd3"))
-
-
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_run_learns_the_same(options, saved, tmp_path):
+def test_a_run_learns_the_same(options, model, tmp_path):
     results = []
     for name, chosen in (("plain", {}), ("waiting", options)):
-        config = tiny.config(tmp_path / name, model=str(saved), train__lr=1e-2, **chosen)
+        config = tiny.config(tmp_path / name, model=str(model), train__lr=1e-2, **chosen)
         summary = run(config, functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
         results.append((summary, (config.folder / "pytorch_lora_weights.safetensors").read_bytes()))
     (plain, expected), (summary, weights) = results
@@ -103,8 +96,8 @@ def test_a_run_learns_the_same(options, saved, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_quantised_blocks_wait_too(weights, saved):
-    pipe = load_pipeline(str(saved), weights=weights)
+def test_quantised_blocks_wait_too(weights, model):
+    pipe = load_pipeline(str(model), weights=weights)
     policy = on_meta(pipe, offload="block_level")
     [block, *_] = policy.denoisers["transformer"].transformer_blocks
     inner = [getattr(block.attn.to_q.base_layer.weight, name) for name in ("qdata", "scale")]
@@ -115,10 +108,10 @@ def test_quantised_blocks_wait_too(weights, saved):
 
 
 @pytest.mark.parametrize("options", [TURNS, {"offload": "leaf_level"}])
-def test_images_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
+def test_images_of_a_run_are_drawn_with_weights_that_wait(options, model, monkeypatch):
     """The pipeline takes a LoRA that is loaded later, on whatever device its block is."""
     monkeypatch.setattr(loading, "place", lambda device=None: META)
-    pipe = loading.make_pipeline(str(saved), "fp32", memory=Memory(**options))
+    pipe = loading.make_pipeline(str(model), "fp32", memory=Memory(**options))
     [block, *_] = pipe.transformer.transformer_blocks
     assert frozen(block) == {"cpu"} and pipe.vae.device.type == "meta"
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
@@ -144,6 +137,5 @@ def test_the_estimate_counts_the_largest_block_and_no_denoiser_beside_encoders()
 def test_weights_of_four_bits_and_a_denoiser_without_blocks_do_not_wait():
     chosen = {"memory.offload": "block_level", "train.checkpointing": True, "memory.weights": "nf4"}
     assert "use int8 or fp8" in message(require_waiting, loop.setup(load(None, chosen)))
-
     told = message(offload, torch.nn.Linear(2, 2), META, "block_level")
     assert "memory.offload is block_level, but Linear has no list of blocks" in told

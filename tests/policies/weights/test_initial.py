@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.errors import UserError
 from flowgrpo.export import model_card, usage
 from flowgrpo.policies import build, checkpoints, loading, options, sources
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -16,7 +15,8 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.tools.check import report
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_runs import assert_same_weights
 
 
 def saved(folder, pipe=None, **adapter):
@@ -31,15 +31,11 @@ def started(path, pipe=None, precision: str = "fp32", **adapter) -> PipelinePoli
     return PipelinePolicy(pipe or tiny.sd3(), settings, call=tiny.CALL, precision=precision)
 
 
-def equal(first, second) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"rslora": True}, {"alpha": 4.0}])
 def test_a_run_starts_from_a_lora(adapter, tmp_path):
     values = saved(tmp_path, **adapter)
     policy = started(tmp_path, **adapter)
-    assert equal(policy.weights.snapshot(), values)
+    assert_same_weights(policy.weights.snapshot(), values)
     assert all(parameter.requires_grad for parameter in policy.weights.parameters())
     tiny.stir(policy).weights.save(tmp_path / "next")  # the whole LoRA
     after = load_file(tmp_path / "next" / LORA_FILE)
@@ -58,7 +54,7 @@ def test_a_run_starts_from_a_lora_of_another_scale(first, then, change, tmp_path
 def test_a_file_does_and_its_values_keep_their_precision(tmp_path):
     values = saved(tmp_path)
     policy = started(tmp_path / LORA_FILE, tiny.sd3().to(torch.bfloat16), "bf16")
-    assert equal(policy.weights.snapshot(), values)
+    assert_same_weights(policy.weights.snapshot(), values)
 
 
 def test_a_class_without_a_loader_starts_too(tmp_path):
@@ -66,16 +62,16 @@ def test_a_class_without_a_loader_starts_too(tmp_path):
     policy = tiny.stir(PipelinePolicy(pipe, Adapter(rank=2), call=call))
     policy.weights.save(tmp_path)
     again = PipelinePolicy(other, Adapter(rank=2, init=str(tmp_path)), call=call)
-    assert equal(again.weights.snapshot(), policy.weights.snapshot())
+    assert_same_weights(again.weights.snapshot(), policy.weights.snapshot())
 
 
 def test_a_language_model_starts_from_a_lora(tmp_path):
     policy = tiny.stir(CausalLM(*tiny_text.model(), Adapter(rank=2), Text()))
     policy.weights.save(tmp_path)
     again = CausalLM(*tiny_text.model(), Adapter(rank=2, init=str(tmp_path)), Text())
-    assert equal(again.weights.snapshot(), policy.weights.snapshot())
-    with pytest.raises(UserError, match="has rank 2, expected adapter.rank 3: set --adapter.rank=2 "):
-        CausalLM(*tiny_text.model(), Adapter(rank=3, init=str(tmp_path)), Text())
+    assert_same_weights(again.weights.snapshot(), policy.weights.snapshot())
+    refused("has rank 2, expected adapter.rank 3: set --adapter.rank=2 ", CausalLM, *tiny_text.model(),
+            Adapter(rank=3, init=str(tmp_path)), Text())
 
 
 @pytest.mark.parametrize("adapter, told", [
@@ -92,8 +88,7 @@ def test_a_lora_that_differs_is_refused(adapter, told, tmp_path):
 
 def test_another_models_lora_is_refused(tmp_path):
     saved(tmp_path, tiny.flux())
-    with pytest.raises(UserError, match="does not load into|holds no LoRA layer|its LoRA has|layers are applied to"):
-        started(tmp_path)
+    refused("does not load into|holds no LoRA layer|its LoRA has|layers are applied to", started, tmp_path)
 
 
 def check(**settings) -> None:
@@ -163,4 +158,4 @@ def test_integer_weights_take_no_fused_lora_and_another_starts_on_them(tmp_path)
     told = message(check, load={"lora": [str(tmp_path / "lora")]}, memory={"weights": "int8"})
     assert told.startswith("load.lora is set, but memory.weights is 'int8'")
     policy = started(tmp_path / "lora", load_pipeline(str(model), weights="int8"))
-    assert equal(policy.weights.snapshot(), values)
+    assert_same_weights(policy.weights.snapshot(), values)

@@ -22,6 +22,7 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import assert_same_weights
 
 LARGEST = 0.03  # relative error of a preview: weights and inputs are off by half a step of 1/127
 
@@ -35,35 +36,21 @@ def looked(policy, conditioning) -> torch.Tensor:
     return previews(policy, conditioning, shift_grid(3, 3.0), None, 4, 8, seeder(0, 0))
 
 
-def weights(policy) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": value.clone() for name, module in policy.denoisers.items()
-            for key, value in module.state_dict().items()}
-
-
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
 def test_a_preview_differs_little_and_leaves_the_weights_as_they_were(policy):
-    conditioning, before = policy.encode(["red", "a cat"]), weights(policy)
+    conditioning, before = policy.encode(["red", "a cat"]), tiny.weights(policy)
     parameters = dict(policy.denoisers["transformer"].named_parameters())
     full = looked(policy, conditioning)
     with with_quantised_weights(policy, "int8"):
         low = looked(policy, conditioning)
     assert 0 < far(low, full) < LARGEST
-    after = weights(policy)
-    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    assert_same_weights(tiny.weights(policy), before)
     now = dict(policy.denoisers["transformer"].named_parameters())
     assert all(now[key] is parameter for key, parameter in parameters.items())
     assert torch.equal(looked(policy, conditioning), full)
-
-
-@pytest.mark.parametrize("capability, precision", [
-    ((0, 0), "int8"), ((7, 5), "int8"), ((8, 0), "int8"), ((8, 6), "int8"), ((8, 9), "fp8"), ((9, 0), "fp8"),
-    ((10, 0), "nvfp4"), ((10, 3), "nvfp4"), ((12, 0), "nvfp4")])
-def test_the_precision_that_suits_a_gpu_follows_from_its_compute_capability(capability, precision, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert resolve_auto("auto", torch.device("cuda")) == precision
 
 
 @pytest.mark.parametrize("capability, refused", [((8, 0), ["fp8", "nvfp4"]), ((9, 0), ["nvfp4"]), ((10, 0), [])])
@@ -152,21 +139,24 @@ def test_weights_that_are_all_trained_are_copied_anew():
 
 
 def test_the_copies_are_freed_even_after_an_error(policy):
-    before = weights(policy)
+    before = tiny.weights(policy)
     layer = next(layer for name, layer in policy.denoisers["transformer"].named_modules()
                  if isinstance(layer, torch.nn.Linear) and "lora_" not in name)
     with pytest.raises(ArithmeticError), with_quantised_weights(policy, "int8"):
         copy = weakref.ref(layer.weight)
         raise ArithmeticError
     gc.collect()
-    assert copy() is None and all(torch.equal(value, before[key]) for key, value in weights(policy).items())
+    assert copy() is None
+    assert_same_weights(tiny.weights(policy), before)
 
 
-def test_full_precision_changes_nothing(policy):
+@pytest.mark.parametrize("precision", ["full", Preview().precision])
+def test_full_precision_and_auto_on_a_cpu_change_nothing(policy, precision):
     layer = next(layer for layer in policy.denoisers["transformer"].modules() if isinstance(layer, torch.nn.Linear))
-    weight = layer.weight
-    with with_quantised_weights(policy, "full"):
-        assert layer.weight is weight and torch.is_grad_enabled()
+    weight, conditioning = layer.weight, policy.encode(["red"])
+    full = looked(policy, conditioning)
+    with with_quantised_weights(policy, precision):
+        assert layer.weight is weight and torch.is_grad_enabled() and torch.equal(looked(policy, conditioning), full)
 
 
 def test_half_precision_models_are_quantised_too():
@@ -177,10 +167,13 @@ def test_half_precision_models_are_quantised_too():
         assert 0 < far(looked(policy, conditioning).float(), full.float()) < LARGEST + 0.05
 
 
+SUITS = {(0, 0): "int8", (7, 5): "int8", (8, 0): "int8", (8, 6): "int8", (8, 9): "fp8", (9, 0): "fp8",
+         (10, 0): "nvfp4", (10, 3): "nvfp4", (12, 0): "nvfp4"}  # by compute capability
+
+
 @pytest.mark.parametrize("device, capability, torchao, taken, told", [
     ("cpu", None, True, "full", "in full precision: a low one is for GPUs, and the device is cpu"),
-    ("cuda", (10, 0), True, "nvfp4", "in nvfp4"), ("cuda", (9, 0), True, "fp8", "in fp8"),
-    ("cuda", (8, 0), True, "int8", "in int8"),
+    *(("cuda", capability, True, taken, f"in {taken}") for capability, taken in SUITS.items()),
     ("cuda", (9, 0), False, "full", "in full precision: torchao is not installed (pip install 'flowgrpo[torchao]')")])
 def test_auto_is_low_where_the_device_has_it_and_full_elsewhere(device, capability, torchao, taken, told, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
@@ -189,13 +182,6 @@ def test_auto_is_low_where_the_device_has_it_and_full_elsewhere(device, capabili
     assert notice("auto", torch.device(device)) == f"previews are drawn {told}"
     assert notice("full", torch.device(device)) is None
     require_low_precision("auto", torch.device(device))
-
-
-def test_auto_changes_nothing_on_a_cpu(policy):
-    conditioning = policy.encode(["red"])
-    full = looked(policy, conditioning)
-    with with_quantised_weights(policy, Preview().precision):
-        assert torch.equal(looked(policy, conditioning), full)
 
 
 def test_an_absent_torchao_is_told(monkeypatch):
@@ -214,9 +200,9 @@ def noises(prompt: int, samples) -> torch.Tensor:
 def test_the_chosen_images_start_from_bit_identical_noise():
     trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2, "precision": "int8"})
     tiny.stir(trainer.policy)
-    before = weights(trainer.policy)
+    before = tiny.weights(trainer.policy)
     parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
-    assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
+    assert_same_weights(tiny.weights(trainer.policy), before)
     with with_quantised_weights(trainer.policy, "int8"):
         finals = previews(trainer.policy, conditioning, shift_grid(2, 3.0), None, 9, 4, seeder(0, 0))
     scores = tiny.red(trainer.rollouts.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)

@@ -38,6 +38,7 @@ from flowgrpo.training import memory
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import loop, tiny
 from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import assert_same_weights
 
 PLAN = RolloutSpec(shift_grid(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
 
@@ -58,44 +59,33 @@ def first_log_ratio(policy, part, conditioning=None) -> float:
 
 # --- a quantised denoiser ------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("sd3"))
-
-
-@pytest.fixture(scope="module")
-def both(saved):
-    """The same model with the same LoRA, in full and in int8."""
-    return [with_weights(saved, weights) for weights in ("full", "int8")]
-
-
-@pytest.fixture(scope="module")
-def fp8(saved):
-    return with_weights(saved, "fp8")
-
-
-def with_weights(saved, weights: str) -> PipelinePolicy:
-    pipe = load_pipeline(str(saved), weights=weights)
-    torch.manual_seed(0)
-    return tiny.stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=3.0), call=tiny.CALL))
+def policies(model):
+    """The same model with the same LoRA, in full, in int8 and in fp8."""
+    def made(weights: str) -> PipelinePolicy:
+        pipe = load_pipeline(str(model), weights=weights)
+        torch.manual_seed(0)
+        return tiny.stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=3.0), call=tiny.CALL))
+    return {weights: made(weights) for weights in ("full", "int8", "fp8")}
 
 
 def quantised(policy) -> dict[str, torch.Tensor]:
     return {key: p for key, p in policy.denoisers["transformer"].named_parameters() if hasattr(p, "qdata")}
 
 
-def test_int8_weights_are_integers_near_the_full_ones(both):
-    weights, low = dict(both[0].denoisers["transformer"].named_parameters()), quantised(both[1])
-    assert len(low) > 10 and not quantised(both[0]) and not any("lora_" in key for key in low)
+def test_int8_weights_are_integers_near_the_full_ones(policies):
+    full, low = policies["full"], quantised(policies["int8"])
+    weights = dict(full.denoisers["transformer"].named_parameters())
+    assert len(low) > 10 and not quantised(full) and not any("lora_" in key for key in low)
     for key, weight in low.items():
         step = weights[key].abs().amax(1, keepdim=True) / 127
         assert weight.qdata.dtype == torch.int8 and ((weight.dequantize() - weights[key]).abs() <= 0.51 * step).all()
 
 
-def test_fp8_weights_are_floats_of_three_bits_near_the_full_ones(both, fp8):
+def test_fp8_weights_are_floats_of_three_bits_near_the_full_ones(policies):
     """A row's largest value is scaled to 448, the largest of e4m3; others round to 3 bits of mantissa, or, below
     2^-6, to multiples of 2^-9."""
-    weights, low = dict(both[0].denoisers["transformer"].named_parameters()), quantised(fp8)
-    assert low.keys() == quantised(both[1]).keys()
+    weights, low = dict(policies["full"].denoisers["transformer"].named_parameters()), quantised(policies["fp8"])
+    assert low.keys() == quantised(policies["int8"]).keys()
     for key, weight in low.items():
         scale = weights[key].abs().amax(1, keepdim=True) / 448
         bound = torch.maximum(weights[key].abs() * 2**-4, scale * 2**-10) * 1.001
@@ -113,18 +103,18 @@ def test_zero_rows_of_fp8_weights_are_zero(tmp_path):
 
 
 @pytest.mark.parametrize("weights, most", [("int8", 0.05), ("fp8", 0.1)])
-def test_a_lora_on_low_weights_samples_replays_and_is_saved_as_ever(weights, most, both, fp8, tmp_path):
-    policy = both[1] if weights == "int8" else fp8
-    full, low = (rollout(each).finals[0] for each in (both[0], policy))
+def test_a_lora_on_low_weights_samples_replays_and_is_saved_as_ever(weights, most, policies, tmp_path):
+    policy, whole = policies[weights], policies["full"]
+    full, low = (rollout(each).finals[0] for each in (whole, policy))
     assert 0 < ((low - full).norm() / full.norm()).item() < most
     assert first_log_ratio(policy, rollout(policy)) <= 1e-6
     ours = {id(p) for p in policy.weights.parameters()}
     reached = [id(p) for p in policy.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
     assert reached and set(reached) <= ours
-    for each, name in ((both[0], "full"), (policy, "low")):
+    for each, name in ((whole, "full"), (policy, "low")):
         each.weights.save(tmp_path / name)  # reads it back beside the live one
     (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "low"))
-    assert tensors.keys() == low.keys() and all(torch.equal(tensors[key], low[key]) for key in tensors)
+    assert_same_weights(tensors, low)
     assert told == low_told and told["transformer.lora_alpha"] == told["transformer.r"]
 
 
@@ -136,16 +126,17 @@ def contents(file):
         return {key: opened.get_tensor(key) for key in opened.keys()}, told  # noqa: SIM118, it is no dictionary
 
 
-def test_the_estimate_counts_int8_weights_as_they_are_kept(both):
+def test_the_estimate_counts_int8_weights_as_they_are_kept(policies):
     config = load(None, {"train.micro_batch": 4, "train.group": 4})
-    full, low = (memory.memory(policy, config, policy.encode(["red"]))["update"]["denoisers"] for policy in both)
+    full, low = (memory.memory(policies[kind], config, policies[kind].encode(["red"]))["update"]["denoisers"]
+                 for kind in ("full", "int8"))
     # From four bytes a value to one, and per row a scale of four bytes and a zero point of one.
-    assert full - low == sum(3 * weight.numel() - 5 * len(weight) for weight in quantised(both[1]).values())
+    assert full - low == sum(3 * weight.numel() - 5 * len(weight) for weight in quantised(policies["int8"]).values())
 
 
 @pytest.mark.fast
-def test_a_run_with_all_that_saves_memory(saved, tmp_path):
-    config = tiny.config(tmp_path, model=str(saved), memory={"weights": "int8", "encoders": "cpu", "states": "cpu"},
+def test_a_run_with_all_that_saves_memory(model, tmp_path):
+    config = tiny.config(tmp_path, model=str(model), memory={"weights": "int8", "encoders": "cpu", "states": "cpu"},
                          train__optimizer="adamw8bit", train__lr=1e-2, train__checkpointing=True, adapter__rslora=True)
     summary = run(config, functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["updates"] == 2
@@ -442,7 +433,8 @@ def epoch_of(again: bool, passes: int = 2, **options):
 
 def test_reference_predictions_are_computed_once_for_all_inner_epochs():
     (kept, few, kl), (again, many, same) = epoch_of(False), epoch_of(True)
-    assert all(torch.equal(kept[key], again[key]) for key in kept) and kl == same > 0
+    assert_same_weights(kept, again)
+    assert kl == same > 0
     unit = many // 5  # the first ratio's look, and in either pass the policy's forward and the reference's
     assert many == 5 * unit and few == 4 * unit
 
@@ -457,7 +449,8 @@ def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
     monkeypatch.setattr(trainable, "KEPT", 1000)
     once = epoch_of(False, 1, adapter__rank=0)
     assert count == 2 and len(entered) - count == 1  # of two parts
-    assert all(torch.equal(value, once[0][key]) for key, value in few[0].items()) and few[1:] == once[1:] and few[2] > 0
+    assert_same_weights(few[0], once[0])
+    assert few[1:] == once[1:] and few[2] > 0
 
 
 # --- other kinds of LoRA -------------------------------------------------------------------------------------------
