@@ -18,7 +18,7 @@ from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
-from tests.helpers import tiny
+from tests.helpers import tiny_runs
 from tests.helpers.processes import launch
 
 REWARD = '''
@@ -105,22 +105,13 @@ def run(folder: Path, output: str, *further: str) -> int:
     return main(["train", "--trust", str(folder / "recipe.yaml"), f"--output={folder / output}", *further])
 
 
-def recipe(folder: Path) -> None:
-    """A run of three epochs of one prompt, whose samples go through the denoiser one by one."""
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(
-        model=str(tiny.save(tiny.sd3(), folder / "model")), reward=f"{folder}/reward.py:red", method="flow_grpo",
-        prompts=str(folder / "prompts.txt"), train__epochs=3, train__save_every=1, train__steps=3,
-        train__prompts=1, train__group=4, train__micro_batch=1, train__lr=1e-3, eval__prompts=1)
-    (folder / "recipe.yaml").write_text(settings.yaml())
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A run of one process, one of two of which the second is killed, and what these have said."""
+def folder(model, tmp_path_factory):
+    """A run of one process, one of two of which the second is killed, and what these have said: three epochs of one
+    prompt, whose samples go through the denoiser one by one."""
     folder = tmp_path_factory.mktemp("watch")
-    recipe(folder)
+    tiny_runs.command(model, folder, REWARD, method="flow_grpo", train__epochs=3, train__save_every=1, train__steps=3,
+                      train__prompts=1, train__group=4, train__micro_batch=1, train__lr=1e-3, eval__prompts=1)
     assert run(folder, "one") == 0
     (folder / "die").touch()
     ended = launch(run, 2, folder, "two", timeout=120)
@@ -144,6 +135,4 @@ def test_it_goes_on_with_another_number_of_processes_as_if_nothing_had_been(coun
         [run(folder, name, "--resume")]
     assert codes == [0] * count
     expected, weights = (load_file(folder / each / "run" / LORA_FILE) for each in ("one", name))
-    assert expected.keys() == weights.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
