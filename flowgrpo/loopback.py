@@ -15,8 +15,6 @@ HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
 CONNECTIONS = 512  # that are open at the same time
 DROPPED = 2**20  # bytes of a refused body that are read, so that its sender sees the refusal
-
-
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE)
 
 

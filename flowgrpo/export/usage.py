@@ -7,20 +7,12 @@ from typing import Any
 
 from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import edits, modular, prompt_inputs
+from flowgrpo.policies.pipelines import edits, load, modular, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.frames import call_parameters, is_video, with_fps
-from flowgrpo.policies.pipelines.load import (
-    MERGED,
-    config_source,
-    denoiser_names,
-    encoders_apart,
-    index_ahead,
-    rate_ahead,
-)
 from flowgrpo.policies.weights.lora_files import LORA_FILE, below
 from flowgrpo.published import MODELS
-from flowgrpo.starter import FOLDERS
+from flowgrpo.starter import FOLDERS, MERGED
 from flowgrpo.storage.json_files import read_object
 
 TASKS = {"image": ("text-to-image", "image-to-image"), "clip": ("text-to-video", "image-to-video"),
@@ -130,7 +122,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     if cls and is_video(cls):
         imports.append("from diffusers.utils import export_to_video")
         shown = [f"frames = {first('frames')}", 'export_to_video(frames, "clip.mp4", '
-                 f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"]
+                 f"fps={load.rate_ahead(config.model, config.load, call, config.fps):g})"]
     else:
         shown = [f"image = {first('images')}", 'image.save("image.png")']
     return ["import torch", *sorted({*imports, *more}), "", *made, *loading,
@@ -142,7 +134,7 @@ def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str],
     import diffusers
 
     files, whole, dtype = config.load, sources.is_file(config.model), DTYPE.get(config.precision, "torch.float32")
-    given = {**dict.fromkeys(denoiser_names(index), files.denoiser), "vae": files.vae}
+    given = {**dict.fromkeys(load.denoiser_names(index), files.denoiser), "vae": files.vae}
     parts = {name: (file, str(index[name][1])) for name, file in given.items() if file and name in index}
     kinds = [*(getattr(diffusers, kind) for _, kind in parts.values()), *([cls] if whole else [])]
     # What diffusers alone does not load is loaded as the run did.
@@ -155,7 +147,7 @@ def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str],
         return ["from flowgrpo.policies.pipelines.load import load_pipeline",
                 *["from flowgrpo.config.sections import Load"] * bool(loads)], [
             f"pipe = load_pipeline({config.model!r}{arguments})"]
-    folder = files.config or config_source(config.model, files) if whole else config.model
+    folder = files.config or load.config_source(config.model, files) if whole else config.model
     imports, source = _source(folder)
     if (blocks := modular.blocks_of(cls)) and not parts:
         lines = [f"pipe = ModularPipeline.from_pretrained({source}{_at(config, 'revision')})"]
@@ -176,7 +168,7 @@ def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str],
             imports.append("from diffusers import GGUFQuantizationConfig")
         imports.append(f"from diffusers import {kind}")
         lines.append(f"{name} = {kind}.from_{'single_file' if sources.is_file(file) else 'pretrained'}({arguments})")
-    encoders = encoders_apart(config.model, folder, index) if whole and Path(config.model).is_file() else {}
+    encoders = load.encoders_apart(config.model, folder, index) if whole and Path(config.model).is_file() else {}
     for name, encoder in encoders.items():
         imports.append(f"from transformers import {encoder.__name__}")
         lines.append(f"{name} = {encoder.__name__}.from_pretrained({source}, subfolder={name!r}, dtype={dtype})")
@@ -264,7 +256,7 @@ def _at(config: Config, *names: str) -> str:
 
 
 def _index(config: Config) -> dict[str, Any]:
-    index = index_ahead(config.model, config.load)
+    index = load.index_ahead(config.model, config.load)
     known = MODELS.get(config.model)
     return index or ({"_class_name": known.pipeline} | {name: ["", kind] for name, (kind, _) in known.parts.items()}
                      if known else {})

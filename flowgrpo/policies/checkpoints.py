@@ -1,13 +1,13 @@
 """Weights of a checkpoint in a stock pipeline or a language model: RUN/checkpoints/epoch-N, as a finished run's."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from flowgrpo import domains, trust
 from flowgrpo.config.parse import load as load_config
@@ -25,9 +25,6 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.kernels import NOISE_NETWORK
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 def run_config(path: Path) -> Config:

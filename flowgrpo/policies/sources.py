@@ -17,8 +17,6 @@ CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
 PARTS = (("VAE", ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.", "bn."), "load.vae"),
          ("LoRA", ("lora", ".alpha", "dora_scale"), "load.lora or --lora"),
          ("textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g"), "load.textual_inversion"))
-
-
 INDICES = ("model_index.json", "modular_model_index.json")  # of a pipeline; of a ModularPipeline
 
 
@@ -82,7 +80,15 @@ def require(model: str, files: Load, weights: str = "full") -> None:
         raise UserError(f"load.config is {files.config!r}, a folder without a model_index.json: expected a pipeline's "
                         "folder or a hub id")
     # What is loaded beside it, in the order in which loading would read it.
-    _require_revision(model, files)
+    folder = Path(FOLDERS.get(model, model))
+    if folder.exists():
+        what = "a packaged model" if model in FOLDERS else "a local folder" if folder.is_dir() else "a file"
+        if files.revision is not None:
+            raise UserError(f"load.revision is {files.revision!r}, which is of a repository on the hub, but {model!r} "
+                            f"is {what}: leave it out")
+        if files.variant is not None and not any(folder.rglob(f"*.{files.variant}[.-]*")):
+            raise UserError(f"load.variant is {files.variant!r}, but {model!r} is {what} without such files, expected "
+                            f"names like model.{files.variant}.safetensors: leave it out")
     for lora in files.loras_with_scales:
         from flowgrpo.policies.weights.lora_files import require_lora  # imports torch, which a report does not need
 
@@ -130,19 +136,6 @@ def require_pipeline(model: str, for_tokens: bool = False) -> None:
                         for name in keys):
             raise UserError(f"model is {model!r}, which holds a {kind} and no pipeline: give it as {key}, and the "
                             "pipeline's folder, hub id or checkpoint as model")
-
-
-def _require_revision(model: str, files: Load) -> None:
-    folder = Path(FOLDERS.get(model, model))
-    if not folder.exists():
-        return
-    what = "a packaged model" if model in FOLDERS else "a local folder" if folder.is_dir() else "a file"
-    if files.revision is not None:
-        raise UserError(f"load.revision is {files.revision!r}, which is of a repository on the hub, but {model!r} is "
-                        f"{what}: leave it out")
-    if files.variant is not None and not any(folder.rglob(f"*.{files.variant}[.-]*")):
-        raise UserError(f"load.variant is {files.variant!r}, but {model!r} is {what} without such files, expected "
-                        f"names like model.{files.variant}.safetensors: leave it out")
 
 
 def _require_file(key: str, path: str, endings: tuple[str, ...]) -> None:

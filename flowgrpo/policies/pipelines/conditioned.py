@@ -3,13 +3,13 @@
 All stay frozen; what is trained is the denoiser's LoRA.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Inversion, IPAdapter
@@ -21,9 +21,6 @@ from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import modular, prompt_inputs
 from flowgrpo.policies.weights.lora_files import tell
 from flowgrpo.starter import FOLDERS
-
-if TYPE_CHECKING:
-    import torch
 
 WIDTHS = ("cross_attention_dim", "joint_attention_dim")  # of a denoiser and its ControlNet alike
 SIDES = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}  # of a textual inversion for SDXL

@@ -1,10 +1,8 @@
 """Images from files as the clean latents of a pipeline, in the shape that its own denoising ends with."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +11,8 @@ from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.frames import rgb
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.scheduler import Segment
-
-if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
 START = Segment(torch.ones(1), range(0))  # no step: what comes is the initial noise
 WITHIN = {torch.float32: 1e-4}  # how far the two decodings of a latent may be apart in the mean

@@ -8,26 +8,22 @@ denoiser that does not read the mask), has no such middle: a call that starts th
 policy: everywhere a `PipelinePolicy`, which itself imports this module.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flowgrpo.data.images import Clip
 from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
-
-if TYPE_CHECKING:
-    from flowgrpo.methods.method import Method
 
 COPIES = (1, 2)  # of the rows in one batch of the denoiser; 2 where guidance doubles it
 EXACT, HALF = 1e-5, 0.03  # largest error of rows, as a share of the largest output: in fp32, in half precision

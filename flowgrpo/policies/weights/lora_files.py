@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
@@ -33,8 +34,6 @@ from flowgrpo.storage.places import CONFIG, is_checkpoint, unfinished
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
-
-    from flowgrpo.config.sections import Adapter
 
 SIDE = re.compile(r"^(?P<layer>.+?)(?:[._]lora\w*?)?[._](?P<side>A|B|down|up)(?:\.\w+)?\.weight$")
 KOHYA = "lora_"  # beginning of layers' names

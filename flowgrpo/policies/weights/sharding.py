@@ -11,15 +11,14 @@ A block can be collected only if all processes run it. A process with less to re
 and discards its output: `Lockstep`.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flowgrpo.device import free_memory
 from flowgrpo.distributed.gradients import GradientSum
@@ -29,9 +28,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.policies.weights.forwards import blocks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 NODES = "nodes"  # the value of memory.shard that shards within each node
 MOST = 0.9  # share of the memory that whole gradients may fill
@@ -92,8 +88,6 @@ def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
     count = distributed.get_world_size()
     if count == 1:
         return None
-    from torch.distributed.device_mesh import init_device_mesh
-
     size = of_node(count, os.environ) if shard == NODES else count
     if size == count:
         return init_device_mesh(device.type, (count,))
