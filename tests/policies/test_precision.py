@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 import flowgrpo
 from flowgrpo.cli import main
 from flowgrpo.config import load
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import bf16_speed, choose, drawing, pick_device
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.run import run
-from tests.helpers import tiny, tiny_text
+from tests.helpers import tiny, tiny_runs, tiny_text
 
 
 @pytest.mark.parametrize("device, found, precision, reason", [
@@ -72,26 +71,22 @@ def test_auto_takes_a_device_that_works():
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    """A recipe that leaves the precision to the machine."""
-    (tmp_path / "reward.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
-    (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(tmp_path / "runs", model=str(tiny.save(tiny.sd3(), tmp_path / "model")), train__epochs=1,
-                           reward=f"{tmp_path}/reward.py:red", prompts=str(tmp_path / "prompts.txt"), precision="auto")
-    (tmp_path / "recipe.yaml").write_text(settings.yaml())
-    return tmp_path / "recipe.yaml"
+def command(model, tmp_path):
+    """The command of a run that leaves the precision to the machine."""
+    reward = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+    return tiny_runs.command(model, tmp_path, reward, train__epochs=1, precision="auto")
 
 
-def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
-    assert main(["train", "--trust", str(recipe)]) == 0
-    folder, out = recipe.parent / "runs" / "run", capsys.readouterr().out.splitlines()
+def test_a_run_says_what_it_chose_and_keeps_it(command, model, tmp_path, capsys):
+    assert main(command) == 0
+    folder, out = tmp_path / "run", capsys.readouterr().out.splitlines()
     chosen, reason = choose("cpu")
     assert out[0].startswith("flowgrpo ")
     assert out[0].endswith(f", run: {folder}; to watch it: flowgrpo report {folder} --live")
-    assert out[1] == f"model: {recipe.parent / 'model'} (a folder here)" and out[2] == "method: mix_grpo"
+    assert out[1] == f"model: {model} (a folder here)" and out[2] == "method: mix_grpo"
     assert out[3].startswith("rewards: ") and out[4].startswith("prompts: ")
     assert out[5:7] == ["device: cpu, 1 process", f"precision: {chosen} (auto: {reason})"]
-    assert out[7] == f"loading {recipe.parent / 'model'} ..."
+    assert out[7] == f"loading {model} ..."
     assert out[8].startswith("loaded in ") and "StableDiffusion3Pipeline, " in out[8]
     assert load(folder / "config.yaml").precision == chosen
     assert json.loads((folder / "report" / "machine.json").read_text())["precision"] == f"{chosen} (auto: {reason})"
@@ -102,32 +97,27 @@ def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
 
 
 @pytest.mark.parametrize("begun", ["fp32", "bf16"])
-def test_a_resumed_run_goes_on_in_the_precision_that_it_began_with(recipe, capsys, begun):
+def test_a_resumed_run_goes_on_in_the_precision_that_it_began_with(command, tmp_path, capsys, begun):
     chosen = choose("cpu")[0]
-    assert main(["train", "--trust", str(recipe), f"--precision={begun}"]) == 0
+    assert main([*command, f"--precision={begun}"]) == 0
     assert f"precision: {begun}" in capsys.readouterr().out.splitlines()
-    assert main(["train", "--trust", str(recipe), "--resume", "--train.epochs=2"]) == 0
+    assert main([*command, "--resume", "--train.epochs=2"]) == 0
     out = capsys.readouterr().out
     assert f"precision: {begun} (auto: as the run began" in out and "resumed with precision" not in out
     assert (f"; a new run would take {chosen} here: " in out) == (chosen != begun)
-    assert load(recipe.parent / "runs" / "run" / "config.yaml").precision == begun
+    assert load(tmp_path / "run" / "config.yaml").precision == begun
     other = {"fp32": "bf16", "bf16": "fp32"}[begun]
-    assert main(["train", "--trust", str(recipe), "--resume", "--train.epochs=3", f"--precision={other}"]) == 0
+    assert main([*command, "--resume", "--train.epochs=3", f"--precision={other}"]) == 0
     assert f"resumed with precision: {other}, was {begun}" in capsys.readouterr().out
 
 
 def test_a_language_model_and_objects_from_python_take_it_too(tmp_path):
-    chosen = choose("cpu")[0]
-    model, tokenizer = tiny_text.model()
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "lm")
-    prompts = [Prompt(text) for text in tiny_text.PROMPTS]
-    config = tiny_text.config(tmp_path, model=str(tmp_path / "lm"), precision="auto", train__epochs=1)
-    run(config, functions={"short": tiny_text.short}, prompts=prompts)
-    assert load(tmp_path / "run" / "config.yaml").precision == chosen
+    loaded = tiny_text.model()
+    run(tiny_text.files_of_a_run(tmp_path, loaded, precision="auto", train__epochs=1))
+    assert load(tmp_path / "run" / "config.yaml").precision == choose("cpu")[0]
     saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     options = tiny_text.config(tmp_path, name="own", train__epochs=1).model_dump(
         exclude_unset=True, exclude={"reward", "method", "model", "prompts", "precision"})
-    flowgrpo.align((model, tokenizer), tiny_text.short, tiny_text.PROMPTS, method="grpo", **options)
+    flowgrpo.align(loaded, tiny_text.short, tiny_text.PROMPTS, method="grpo", **options)
     assert load(tmp_path / "own" / "config.yaml").precision == "fp32"

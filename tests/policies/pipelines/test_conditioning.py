@@ -17,8 +17,8 @@ from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers.tiny import CALL, sd3
 
 
-def policy(seed=0):
-    return PipelinePolicy(sd3(seed), Adapter(rank=2), call=CALL, guidance=3.0)
+def policy(pipe=None, call=CALL):
+    return PipelinePolicy(pipe or sd3(), Adapter(rank=2), call=call, guidance=3.0)
 
 
 def tensors(conditioning):
@@ -29,11 +29,8 @@ def test_rows_are_those_of_the_pipeline_and_do_not_depend_on_their_company():
     encoder, prompts = PromptCache(policy()), ["a red dot", "a dog", "nothing"]
     together = encoder(prompts, ["", "", "blur"])
     direct = policy().encode(prompts, ["", "", "blur"])
-    for ours, theirs in zip(tensors(together), tensors(direct), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
-    alone = encoder(["a dog"], [""])
-    for ours, theirs in zip(tensors(alone), tensors(together.rows(torch.tensor([1]))), strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(tensors(together), tensors(direct), rtol=1e-5, atol=1e-5)
+    same(encoder(["a dog"], [""]), together.rows(torch.tensor([1])), atol=0)
 
 
 class Ragged(StableDiffusion3Pipeline):
@@ -46,17 +43,12 @@ class Ragged(StableDiffusion3Pipeline):
 
 def qwen():
     """A policy of Qwen-Image, which pads to the longest prompt of a batch with zeros and a mask."""
-    pipe, call = pipelines.make("QwenImagePipeline")
-    return PipelinePolicy(pipe, Adapter(rank=2), call=call, guidance=3.0)
+    return policy(*pipelines.make("QwenImagePipeline"))
 
 
 def same(one, two, atol=1e-6):
     """Compares all values of two conditionings."""
-    values = [[value for call in each.calls for value in call] for each in (one, two)]
-    assert [value is None for value in values[0]] == [value is None for value in values[1]]
-    for ours, theirs in zip(*([value for value in each if value is not None] for each in values), strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+    torch.testing.assert_close(one.calls, two.calls, rtol=0, atol=atol)
 
 
 def test_rows_of_one_prompt_are_the_pipelines_own_call_whatever_the_batch():
@@ -78,7 +70,7 @@ def test_rows_of_prompts_that_differ_in_length_are_padded_as_the_pipeline_pads_t
 
 
 def test_prompts_of_different_lengths_that_cannot_be_padded_have_calls_of_their_own():
-    live = PipelinePolicy(Ragged(**sd3().components), Adapter(rank=2), call=CALL, guidance=3.0)
+    live = policy(Ragged(**sd3().components))
     encoder, task = PromptCache(live), Segment(shift_grid(3, 3.0), range(3))
     together = encoder(["ab", "ab", "a dog"], [""] * 3)
     found, _ = live.run(task, together, None, live.generators([1, 2, 3]))
@@ -166,20 +158,19 @@ def test_a_second_run_reads_the_first_ones_from_disk_bit_for_bit(tmp_path):
     second = PromptCache(live, tmp_path)(["a red dot", "a dog"], ["", ""])
     assert counted == []
     assert second.per_prompt == first.per_prompt and second.prompts == first.prompts
-    assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
+    same(first, second, atol=0)
 
 
 def test_a_pipeline_whose_prompts_are_all_on_disk_is_still_tried(tmp_path):
     """The pipeline sets the first frame of its state itself, so that a state has to be put in place."""
     for _ in range(2):
-        pipe, call = pipelines.make("HunyuanVideoImageToVideoPipeline (token_replace)")
-        live = PipelinePolicy(pipe, Adapter(rank=2), call=call)
+        live = policy(*pipelines.make("HunyuanVideoImageToVideoPipeline (token_replace)"))
         PromptCache(live, tmp_path)(["red"], [""])
         assert live.driver.loads
 
 
 def test_other_encoders_do_not_share_the_folder():
-    assert fingerprint(policy(0)) == fingerprint(policy(0)) != fingerprint(policy(1))
+    assert fingerprint(policy()) == fingerprint(policy()) != fingerprint(policy(sd3(1)))
 
 
 def test_join_keeps_order_and_strings():
@@ -215,7 +206,6 @@ def test_limits_are_of_the_call_but_for_clip():
 
         def __call__(self, prompt, max_sequence_length=256):
             """A call."""
-    lengths = {name: most for name, (_, most) in padding.limits(Pipe(), {}).items()}
-    assert lengths == {"tokenizer": 77, "tokenizer_2": 256}
-    lengths = {name: most for name, (_, most) in padding.limits(Pipe(), {"max_sequence_length": 32}).items()}
-    assert lengths == {"tokenizer": 77, "tokenizer_2": 32}
+    for call, most in (({}, 256), ({"max_sequence_length": 32}, 32)):
+        lengths = {name: length for name, (_, length) in padding.limits(Pipe(), call).items()}
+        assert lengths == {"tokenizer": 77, "tokenizer_2": most}

@@ -5,12 +5,11 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
-from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.frames import rgb
 from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scale_latents
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def saved(path, height=16, width=16, seed=0):
@@ -80,16 +79,16 @@ def test_images_fill_the_runs_size(tmp_path):
 
 def test_a_broken_image_is_told_in_one_line(tmp_path):
     (tmp_path / "a.png").write_text("no image")
-    with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as an image \(it is damaged.*\)$"):
-        read(tmp_path / "a.png", (16, 16))
+    refused(r"preferences: .*a\.png cannot be read as an image \(it is damaged.*\)$", read, tmp_path / "a.png",
+            (16, 16))
 
 
 def test_a_pipeline_with_other_latents_is_refused(tmp_path):
     """Flux.2 folds and normalises its latents in a way of its own."""
     policy = policy_of("Flux2Pipeline")
     path, _ = saved(tmp_path / "a.png")
-    with pytest.raises(UserError, match="Flux2Pipeline cannot be encoded: .*use a method that samples its images"):
-        ImageEncoder(policy)(path, policy.encode(["red"]))
+    refused("Flux2Pipeline cannot be encoded: .*use a method that samples its images", ImageEncoder(policy), path,
+            policy.encode(["red"]))
 
 
 def test_a_wrong_scale_is_found_out(tmp_path):
