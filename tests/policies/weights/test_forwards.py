@@ -17,8 +17,6 @@ from flowgrpo.starter import CALL
 from flowgrpo.tools.check.tiny import make_language_model
 from tests.helpers import tiny, tiny_text
 
-PROMPTS = ["red", "blue"]
-
 
 def net(dtype: torch.dtype = torch.float32, **options) -> nn.Module:
     """Two linear layers with LoRAs in fp32 whose B is not zero."""
@@ -104,17 +102,16 @@ def test_switched_off_layers_are_the_base():
     assert torch.equal(made(x), bare(x))
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}])
-def test_layers_of_another_kind_keep_their_forward(options):
-    made = net(**options)
-    assert not without_casts(lora_layers(made).values())
-    assert all("forward" not in vars(layer) for layer in lora_layers(made).values())
+def convolution() -> nn.Module:
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), nn.Sequential(nn.Conv2d(3, 4, 3)), "default")
 
 
-def test_convolutions_keep_their_forward():
-    made = nn.Sequential(nn.Conv2d(3, 4, 3))
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), made, "default")
-    assert not without_casts(lora_layers(made).values()) and not without_casts([])
+@pytest.mark.parametrize("made", [lambda: net(use_dora=True), lambda: net(lora_dropout=0.1),
+                                  lambda: net(lora_bias=True), convolution])
+def test_layers_of_another_kind_keep_their_forward(made):
+    layers = lora_layers(made()).values()
+    assert not without_casts(layers) and not without_casts([])
+    assert all("forward" not in vars(layer) for layer in layers)
 
 
 def test_rows_that_are_not_contiguous_are_taken():
@@ -194,15 +191,12 @@ def test_a_soup_of_other_ranks_is_the_mean_of_its_parts():
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     first = policy.weights.snapshot()
     tiny.stir(policy)
-    conditioning, outputs = policy.encode(PROMPTS), []
+    conditioning, outputs = policy.encode(["red", "blue"]), []
     for held in ([first], [policy.weights.snapshot()], [first, policy.weights.snapshot()]):
         with policy.reference(held):
             assert next(iter(policy.weights.named.values())).shape[0] == len(held) * Adapter(rank=2).rank
             outputs.append(policy.generate(conditioning, policy.generators([1, 2]), 2, 1.0, "latent"))
     assert not torch.equal(outputs[0], outputs[1]) and outputs[2].isfinite().all()
-
-
-SHAPES = ["three red stars", "a ring left of a cross"]
 
 
 class Halves(torch.nn.Module):
@@ -235,14 +229,13 @@ def test_linear_layers_read_contiguous_rows_and_gradients_stay():
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_policys_images_are_those_of_the_stock_pipeline(rank):
     """LoRA layers read contiguous rows too."""
-    stock = load_pipeline("starter")
+    stock, prompts, seen = load_pipeline("starter"), ["three red stars", "a ring left of a cross"], []
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=rank) if rank else None, call=CALL)
-    seen = []
     for layer in policy.pipe.transformer.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
-    ours = policy.generate(policy.encode(SHAPES), policy.generators((1, 2)), 3, 2.0)
-    theirs = stock(SHAPES, num_inference_steps=3, guidance_scale=2.0, generator=policy.generators((1, 2)),
+    ours = policy.generate(policy.encode(prompts), policy.generators((1, 2)), 3, 2.0)
+    theirs = stock(prompts, num_inference_steps=3, guidance_scale=2.0, generator=policy.generators((1, 2)),
                    output_type="pt", **CALL).images
     assert seen and all(seen)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
