@@ -122,13 +122,12 @@ def test_rows_and_shapes_of_records():
         assert Scored(logp, mask, mean, step).rows(at).std is step  # one per decision, whatever the rows
         bare = Scored(logp, mask).rows(at)
         assert torch.equal(bare.logp, logp[at]) and bare.mean is None and bare.std is None
-    with pytest.raises(AssertionError):
-        Completions(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
-                    Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)))
-    with pytest.raises(AssertionError):
-        Scored(torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))
-    with pytest.raises(AssertionError):
-        Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), mean=torch.zeros(3, 2, 4))
+    logp, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    for wrong in (lambda: Scored(logp, mask[:, :1]), lambda: Scored(logp, mask, mean=torch.zeros(3, 2, 4)),
+                  lambda: Completions(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
+                                      Scored(logp, mask))):
+        with pytest.raises(AssertionError):
+            wrong()
 
 
 @pytest.mark.parametrize("given, expected", [

@@ -18,6 +18,7 @@ from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from tests.helpers import loop, tiny
 from tests.helpers.refusals import message
+from tests.helpers.tables import draw
 
 
 def backends(policy) -> set:
@@ -77,24 +78,15 @@ def test_a_gpu_with_the_package_takes_every_kernel(monkeypatch):
     assert ("auto", *KERNELS) == Memory.model_fields["attention"].annotation.__args__
 
 
-def qkv(requires_grad=False):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 3, 5, 4, dtype=torch.float64, generator=generator).requires_grad_(requires_grad)
-            for _ in range(3)]
-
-
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"attn_mask": torch.linspace(-2, 2, 25).double().view(5, 5)},
                                      {"is_causal": True}, {"attn_mask": torch.ones(5, 5).tril().bool()}])
-def test_plain_attention_is_the_fused_one(options):
-    assert torch.allclose(plain(*qkv(), **options), FUSED(*qkv(), **options), rtol=0, atol=1e-12)
-
-
-def test_plain_attention_has_the_same_gradients():
-    ours, theirs = qkv(True), qkv(True)
-    plain(*ours).square().sum().backward()
-    FUSED(*theirs).square().sum().backward()
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+def test_plain_attention_is_the_fused_one_with_its_gradients(options):
+    found = []
+    for attention in (plain, FUSED):
+        qkv = [draw(2, 3, 5, 4, seed=seed).requires_grad_() for seed in range(3)]
+        output = attention(*qkv, **options)
+        found.append([output, *torch.autograd.grad(output.square().sum(), qkv)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_it_is_in_place_only_inside_and_only_on_a_cpu():
