@@ -153,23 +153,22 @@ def test_two_processes_that_accelerate_configured_train_as_one(case, tmp_path):
     assert ("memory.context_parallel: 2 (from accelerate's configuration)" in out) == ("tokens" in case)
 
 
-ONE = ("accelerate", "launch", "--cpu", "--num_processes", "1")
-ENDS = [("exit 0", 0, ""), ("exit 2", 2, ""), ("exit 3", 3, "")]
+ACCELERATE, TORCHRUN = "accelerate launch --cpu --num_processes 1", "torchrun --nproc_per_node 1 --master_port"
 
 
 @pytest.mark.parametrize("launcher, program, code, told", [
-    *((ONE, *end) for end in ENDS), *(("torchrun", *end) for end in ENDS),
-    (ONE, "kill -KILL $$", 137, "flowgrpo: error: the process was killed by SIGKILL\n"),
-    ("torchrun", "kill -KILL $$$$", 137, "flowgrpo: error: process 0 was killed by SIGKILL\n"),  # it replaces $$ by $
-    ("torchrun", "trap 'exit 130' TERM; kill -TERM $PPID; sleep 60 & wait", 130, "")])
+    *((launcher, f"exit {code}", code, "") for launcher in (ACCELERATE, TORCHRUN) for code in (0, 2, 3)),
+    (ACCELERATE, "kill -KILL $$", 137, "flowgrpo: error: the process was killed by SIGKILL\n"),
+    (TORCHRUN, "kill -KILL $$$$", 137, "flowgrpo: error: process 0 was killed by SIGKILL\n"),  # it replaces $$ by $
+    (TORCHRUN, "trap 'exit 130' TERM; kill -TERM $PPID; sleep 60 & wait", 130, "")])
 def test_a_launcher_ends_without_a_traceback(launcher, program, code, told):
     """The processes print why they end."""
-    command = launcher if launcher == ONE else (launcher, "--nproc_per_node", "1", "--master_port", free_ports(1)[0])
-    ended = Forked(launchers.main, [*command, "--no_python", "bash", "-c", program])
+    command = [*launcher.split(), *free_ports(launcher == TORCHRUN), "--no_python", "bash", "-c", program]
+    ended = Forked(launchers.main, command)
     try:
-        assert ended.wait(60) == code and "Traceback" not in ended.streams()[1]
-        said = ended.streams()[1] if launcher != ONE else "".join(ended.streams()[1].splitlines(True)[-1:])
-        assert said == told
+        assert ended.wait(60) == code
+        said = ended.streams()[1].splitlines(True)
+        assert "Traceback" not in "".join(said) and "".join(said if launcher == TORCHRUN else said[-1:]) == told
     finally:
         ended.kill()
 
