@@ -30,7 +30,7 @@ from flowgrpo.rewards import code_hashes, find
 from flowgrpo.samplers import plans
 from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import error_line, message, refused
 
 find_module = importlib.import_module("flowgrpo.rewards.find")
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
@@ -148,8 +148,7 @@ def test_an_edited_file_is_imported_again_by_the_next_run(tmp_path):
 def test_a_reward_without_a_file_goes_by_its_name(tmp_path):
     flowgrpo.align(tiny.sd3(), {lambda images, prompts: tiny.red(images, prompts): 1.0}, TEXTS, **small(tmp_path))
     assert load(tmp_path / "run" / "config.yaml").trained["<lambda>"].use is None
-    with pytest.raises(UserError, match="unknown reward '<lambda>'.* given from Python has to be in a file"):
-        find("<lambda>")
+    refused("unknown reward '<lambda>'.* given from Python has to be in a file", find, "<lambda>")
 
 
 def test_definitions_of_a_file_are_what_an_import_reads(tmp_path):

@@ -6,7 +6,6 @@ import torch
 
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
-from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import checkpointing
@@ -14,6 +13,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import report, tiny
 from flowgrpo.training import memory
 from tests.helpers import tiny_text
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import stir
 
 # HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone,
@@ -107,5 +107,4 @@ def test_checkpointing_that_computes_something_else_is_found_out(monkeypatch):
     (torch.nn.Linear(2, 2), False, "Linear has no list of blocks: use false$"),
     (tiny.make("HunyuanDiTPipeline")[0].transformer, True, "HunyuanDiT2DModel .* not go with train.compile: ")])
 def test_a_denoiser_whose_blocks_cannot_be_computed_again_is_refused(module, compiled, told):
-    with pytest.raises(UserError, match=f"^train.checkpointing is on, but {told}"):
-        checkpointing.checkpoint_blocks(module, torch.no_grad, compiled)
+    refused(f"^train.checkpointing is on, but {told}", checkpointing.checkpoint_blocks, module, torch.no_grad, compiled)
