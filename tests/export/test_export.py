@@ -33,6 +33,7 @@ from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
 from tests.helpers.refusals import message
+from tests.helpers.tiny_runs import assert_same_weights
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
            "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0, "of": "pictures (2 steps, guidance 1)"},
@@ -198,27 +199,25 @@ def test_what_is_written_for_comfyui_is_read_by_diffusers_too(name, tmp_path):
     base, expected = merged_weights(name), merged_weights(name, *own, into=into)
     read = merged_weights(name, *found, into=into)
     assert any(not torch.equal(base[key], expected[key]) for key in base)
-    for key in base:
-        torch.testing.assert_close(read[key], expected[key], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("part, cls, layer, name", [
-    ("text_encoder", "CLIPTextModel", "encoder.layers.0.mlp.fc1", "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
-    ("text_encoder_2", "CLIPTextModelWithProjection", "text_model.encoder.layers.3.self_attn.q_proj",
+CLIPS = {"text_encoder": "CLIPTextModel", "text_encoder_2": "CLIPTextModelWithProjection"}
+SD3 = CLIPS | {"transformer": "SD3Transformer2DModel", "text_encoder_3": "T5EncoderModel"}
+SD15 = {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel"}
+FLUX = {"transformer": "FluxTransformer2DModel", "text_encoder_2": "T5EncoderModel"}
+
+
+@pytest.mark.parametrize("program, part, known, layer, name", [
+    ("comfyui", "text_encoder", SD3, "encoder.layers.0.mlp.fc1", "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+    ("comfyui", "text_encoder_2", SD3, "text_model.encoder.layers.3.self_attn.q_proj",
      "lora_te2_text_model_encoder_layers_3_self_attn_q_proj"),
-    ("text_encoder_3", "T5EncoderModel", "encoder.block.0.layer.0.SelfAttention.q",
-     "lora_te3_encoder_block_0_layer_0_SelfAttention_q")])
-def test_names_of_text_encoders(part, cls, layer, name):
-    assert comfy_names.namer(part, {"transformer": "SD3Transformer2DModel", part: cls})(layer) == Place(name)
-
-
-@pytest.mark.parametrize("part, known, prefix", [
-    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel"}, "lora_te_"),
-    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel",
-                      "text_encoder_2": "CLIPTextModelWithProjection"}, "lora_te1_"),
-    ("text_encoder_2", {"transformer": "FluxTransformer2DModel", "text_encoder_2": "T5EncoderModel"}, "lora_te3_")])
-def test_names_of_text_encoders_in_the_scripts_of_kohya(part, known, prefix):
-    assert comfy_names.namer(part, known, "kohya")("x").name.startswith(prefix)
+    ("comfyui", "text_encoder_3", SD3, "encoder.block.0.layer.0.SelfAttention.q",
+     "lora_te3_encoder_block_0_layer_0_SelfAttention_q"),
+    ("kohya", "text_encoder", SD15, "x", "lora_te_text_model_x"), ("kohya", "text_encoder_2", FLUX, "x", "lora_te3_x"),
+    ("kohya", "text_encoder", SD15 | CLIPS, "x", "lora_te1_text_model_x")])
+def test_names_of_text_encoders(program, part, known, layer, name):
+    assert comfy_names.namer(part, known, program)(layer) == Place(name)
 
 
 @pytest.mark.parametrize("part, known, told", [
@@ -286,14 +285,13 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
     assert any("scale_shift_table" in key for key in kept) and any("time_embedder" in key for key in kept)
     assert {key: value.dtype for key, value in written.items()} == {key: value.dtype for key, value in stock.items()}
     if rank:
-        for key in kept:
-            assert torch.equal(written[key], exact[key])
+        assert all(torch.equal(written[key], exact[key]) for key in kept)
     else:  # all weights were trained: none is rounded before it is written
         own = load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
         assert all(torch.equal(written[key], own[key].to(stock[key].dtype)) for key in own)
         tuned = load_pipeline(str(run / "model"), "bf16")
         load_tuned(tuned, run)
-        assert all(torch.equal(value, written[key]) for key, value in tuned.transformer.state_dict().items())
+        assert_same_weights(tuned.transformer.state_dict(), written)
 
 
 @pytest.mark.parametrize("files, told", [
@@ -465,9 +463,7 @@ def test_tied_text_encoders_are_loaded_as_they_were_trained(rank, tmp_path):
     for name, module in (denoisers(pipe) | encoders).items():
         merge(module)
         merge(getattr(again, name))
-        found = getattr(again, name).state_dict()
-        for key, value in module.state_dict().items():
-            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(getattr(again, name).state_dict(), module.state_dict(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_merged_model_is_added_up_in_fp32_and_rounded_to_the_runs_precision(tmp_path):
