@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -39,13 +39,7 @@ PATIENCE = timedelta(hours=2)
 failures: list[tuple[float, Exception]] = []
 
 T = TypeVar("T")
-Rows = TypeVar("Rows", bound="Sliceable")
-
-
-class Sliceable(Sized, Protocol):
-    """List, range or tensor: a slice of it is one too."""
-
-    def __getitem__(self: Rows, rows: slice, /) -> Rows: ...
+Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)  # a slice of it is one too
 
 
 class OutOfMemoryElsewhere(torch.OutOfMemoryError):
@@ -91,7 +85,7 @@ class Processes:
     def own(self, whole: Rows) -> Rows:
         """This process's share of a list or of a tensor's rows that all processes have; the inverse of `gather`."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
-        return whole[low:high]
+        return cast("Rows", whole[low:high])
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be 0."""

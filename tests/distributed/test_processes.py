@@ -28,6 +28,7 @@ from flowgrpo.training import state, trial
 from flowgrpo.training.optimizer import chunks
 from tests.helpers import tiny
 from tests.helpers.processes import free_ports, together
+from tests.helpers.tiny_runs import assert_same_weights, command
 
 # Prompts are sampled one by one, so that one process and two replay the very same batches.
 SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=4, train__lr=1e-3)
@@ -147,24 +148,14 @@ def one_of_two(folder: Path) -> None:
 
 
 # --- what the tests look at ------------------------------------------------------------------------------------------
-def recipe(folder: Path) -> None:
-    """A folder with a model, prompts, a reward and the recipe of a run with a moving average and a warm-up."""
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "stop").touch()
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(
-        model=str(tiny.save(tiny.sd3(), folder / "model")), reward=f"{folder}/reward.py:red",
-        prompts=str(folder / "prompts.txt"), tracker="tensorboard", train__epochs=3, train__updates=2, train__ema=0.9,
-        train__warmup=3, train__steps=4, parts__plan__size=2, eval__every=3, eval__samples=2, eval__weights="ema",
-        **SMALL)
-    (folder / "recipe.yaml").write_text(settings.yaml())
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What two processes have left behind, beside the recipe that they ran."""
+def folder(model, tmp_path_factory):
+    """What two processes have left behind, beside the recipe that they ran, with a moving average and a warm-up."""
     folder = tmp_path_factory.mktemp("processes")
-    recipe(folder)
+    (folder / "stop").touch()
+    command(model, folder, REWARD, tracker="tensorboard", train__epochs=3, train__updates=2, train__ema=0.9,
+            train__warmup=3, train__steps=4, parts__plan__size=2, eval__every=3, eval__samples=2, eval__weights="ema",
+            **SMALL)
     ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT", "FIFTH_PORT"), free_ports(5)))
     (folder / "said.json").write_text(json.dumps(together(one_of_two, 2, folder, timeout=900, **ports)))
     return folder
@@ -188,9 +179,8 @@ def assert_same_as_alone(case: str, both: list[dict[str, torch.Tensor]], found: 
     start = tiny.trainer(**SMALL | CASES[case]).policy.weights.snapshot()
     weights = trainer.policy.weights.snapshot()
     assert max((weights[key] - start[key]).abs().max() for key in weights) > 1e-4
-    for key, value in weights.items():
-        assert torch.equal(both[0][key], both[1][key]), key
-        torch.testing.assert_close(both[0][key], value, rtol=0, atol=1e-6)
+    assert_same_weights(*both)
+    torch.testing.assert_close(both[0], weights, rtol=0, atol=1e-6)
     told = [{key: each[key] for key in alone} for each in found]
     assert told[0] == told[1]
     expected = numbers(json.loads(json.dumps(alone)))
@@ -279,10 +269,8 @@ def test_one_process_makes_the_same_run_and_goes_on_with_that_of_two(resumed, fo
     one, two = (folder / each / "run" for each in (name, "two"))
     weights = [load_file(run / LORA_FILE) for run in (one, two)]
     states = [load_file(run / "checkpoints" / "epoch-00003" / "state.safetensors") for run in (one, two)]
-    for ours, theirs in (weights, states):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-6)
+    for pair in (weights, states):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
     for ours, theirs in zip(lines(one), lines(two), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
@@ -358,9 +346,7 @@ def test_when_one_has_no_room_both_take_smaller_micro_batches(place, tmp_path):
     alone = tiny.trainer(**SMALL | CASES["mix_grpo"] | {"train__micro_batch": 2})
     alone.run_epoch()
     for rank in (0, 1):
-        learned = load_file(tmp_path / f"{place}{rank}.safetensors")
-        for key, tensor in alone.policy.weights.snapshot().items():
-            torch.testing.assert_close(learned[key], tensor, rtol=0, atol=1e-6)
+        assert_same_weights(load_file(tmp_path / f"{place}{rank}.safetensors"), alone, atol=1e-6)
 
 
 class Full(torch.Tensor):
