@@ -133,7 +133,11 @@ def describe_error(error: BaseException) -> str:
         raise
     except BaseException:  # as SystemExit
         text = f"{kind}, of which str() fails"
-    return text + _place(error)
+    # The place to fix it is the deepest line of the traceback outside installed packages.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
+    if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
+        return text
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 # Files of ours that call users' code.
@@ -141,11 +145,3 @@ _OURS = tuple(str(Path(__file__).parent / name) for name in ("user_code.py", "re
                                                              "rewards/gradient.py", "rewards/reward.py",
                                                              "rewards/compose.py", "rewards/score.py"))
 _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-
-
-def _place(error: BaseException) -> str:
-    """Deepest traceback line outside installed packages: the place to fix the error."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
-    if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
-        return ""
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

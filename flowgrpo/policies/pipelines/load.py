@@ -280,7 +280,11 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     except Exception as error:  # third-party files can raise anything
         expected = EXPECTED if sources.is_file(model) else \
             f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id{hub.of_recipe(model)}"
-        raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
+        index = sources.described(Path(source) / "model_index.json")  # of no ModularPipeline
+        lacking = [name for name, value in index.items()
+                   if isinstance(value, list) and value[0] is not None and not (Path(source) / name).is_dir()]
+        reason = f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
+        raise hub.load_error(error, model, "model", expected, reason) from error
     pipe.set_progress_bar_config(disable=True)
     prompt_inputs.watch(pipe)
     # A pipeline of a flow may come with a scheduler of another process.
@@ -373,14 +377,6 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
                 modules[name] = kind.from_config(kind.load_config(source, subfolder=name, revision=files.revision))
             modules[name] = modules[name].to(dtype)
     return modules
-
-
-def _missing(folder: Path) -> str | None:
-    """Return what a pipeline's folder lacks of the parts in its index; None if it lacks none, or is no such folder."""
-    index = sources.described(folder / "model_index.json")  # of no ModularPipeline
-    lacking = [name for name, value in index.items()
-               if isinstance(value, list) and value[0] is not None and not (folder / name).is_dir()]
-    return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
 
 
 def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:

@@ -275,7 +275,7 @@ def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[st
 
     call: arguments of every call. The control image and the clip's frames are scaled to fill its height and width,
     and what stands over is cut off; a clip is a `Clip` of its `num_frames`, counted from the first one.
-    Raises UserError for a file that cannot be read, and for what the pipeline does not take.
+    Raises UserError for a file that cannot be read, and for what the pipeline, or its autoencoder, does not take.
     """
     known = names(type(pipe))
     values: dict[str, Any] = {}
@@ -287,7 +287,12 @@ def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[st
                 case "images":
                     given: Any = [read_image(path) for path in value]
                 case "video":
-                    given = _clip(pipe, value, call, (height, width) if height and width else None)
+                    count = call.get("num_frames") or frame_count(value)
+                    every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
+                    if (count - 1) % every:
+                        raise UserError(f"{quantity(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a "
+                                        f"multiple of {every}: set image.frames: {max(1, count - (count - 1) % every)}")
+                    given = Clip.open(value, count, (height, width) if height and width else None)
                 case "control_image":
                     sized = call.get("height") and call.get("width")
                     given = read_image(value, (call["height"], call["width"]) if sized else None, opaque=True)
@@ -308,13 +313,3 @@ def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[st
 def _default(pipe: Any, name: str) -> Any:
     parameter = call_parameters(type(pipe)).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
-
-
-def _clip(pipe: Any, path: str, call: Mapping[str, Any], size: Size | None) -> Clip:
-    """Return a prompt's clip. Raises UserError for a number of frames that the pipeline's autoencoder does not take."""
-    count = call.get("num_frames") or frame_count(path)
-    every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
-    if (count - 1) % every:
-        raise UserError(f"{quantity(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
-                        f"{every}: set image.frames: {max(1, count - (count - 1) % every)}")
-    return Clip.open(path, count, size)
