@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
 from flowgrpo.distributed import shards
-from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import sharding
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, half_flat, held, join_anew
 from tests.helpers import tiny
 from tests.helpers.processes import free_ports, together
+from tests.helpers.refusals import refused
+from tests.helpers.tiny_runs import assert_same_weights, command
 
 # AdamW divides by gradients: those that are zero but for rounding move weights by the learning rate's share of it.
 LORA = SMALL | dict(train__steps=4)
@@ -96,7 +97,7 @@ def one_of_two(folder: Path) -> None:
             assert said == f"saved all weights of transformer to {folder / 'saved'}"
     resumed(folder, "two by two", folder / "of two", True)
     resumed(folder, "one by two", folder / "of one", True)
-    join_anew(free(folder, 1))
+    join_anew(json.loads((folder / "ports").read_text())[1])
     (folder / f"code{trainer.processes.rank}").write_text(str(main(arguments(folder, "run"))))
 
 
@@ -107,32 +108,20 @@ def one_of_four(folder: Path) -> None:
         leave(folder, f"nodes {case}", trainer, epochs(trainer, 0, 2))
     state.save(trainer, folder / "of four")
     resumed(folder, "two by four", folder / "of two", "nodes")
-    join_anew(free(folder, 3))
+    join_anew(json.loads((folder / "ports").read_text())[3])
     code = main([*arguments(folder, "run"), "--resume", "--memory.shard=nodes"])
     (folder / f"code{trainer.processes.rank}").write_text(str(code))
 
 
-def free(folder: Path, index: int) -> str:
-    return json.loads((folder / "ports").read_text())[index]
-
-
 # --- what the tests look at ------------------------------------------------------------------------------------------
-def recipe(folder: Path) -> None:
-    """A run of all weights, sharded, whose second process asks to stop in the second epoch."""
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "stop").touch()
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(model=str(tiny.save(tiny.sd3(), folder / "model")), reward=f"{folder}/reward.py:red",
-                           prompts=str(folder / "prompts.txt"), train__epochs=3, train__ema=0.9,
-                           parts__plan__size=2, eval__every=3, eval__weights="ema", memory__shard=True, **FULL)
-    (folder / "recipe.yaml").write_text(settings.yaml())
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What one, two and four processes have left behind."""
+def folder(model, tmp_path_factory):
+    """What one, two and four processes have left behind; of a run of all weights, sharded, the second process asks to
+    stop in the second epoch."""
     folder = tmp_path_factory.mktemp("sharding")
-    recipe(folder)
+    (folder / "stop").touch()
+    command(model, folder, REWARD, train__epochs=3, train__ema=0.9, parts__plan__size=2, eval__every=3,
+            eval__weights="ema", memory__shard=True, **FULL)
     ports = free_ports(4)
     (folder / "ports").write_text(json.dumps(ports))
     trainer = made("full", False)
@@ -160,9 +149,7 @@ def alone():
 
 
 def close(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "full kl", "full lag", "nodes lora", "nodes full"])
@@ -185,8 +172,7 @@ def test_a_checkpoint_is_resumed_by_any_number_of_processes(name, folder, alone)
     [told] = json.loads((folder / f"{name}1.json").read_text())["metrics"]
     assert told == pytest.approx(json.loads(json.dumps(metrics[1])), rel=1e-4, abs=1e-5)
     if name == "two by two":  # the very same numbers
-        straight = load_file(folder / "full1.safetensors")
-        assert all(torch.equal(found[key], value) for key, value in straight.items())
+        assert_same_weights(load_file(folder / "full1.safetensors"), found)
 
 
 @pytest.mark.parametrize("source", ["of two", "of four"])
@@ -239,10 +225,8 @@ def test_a_stopped_run_of_two_is_finished_by_two_nodes_of_two(folder):
     weights = [load_file(run / "transformer" / "diffusion_pytorch_model.safetensors") for run in (one, four)]
     close(*weights)
     states = [checkpoint.load(run / "checkpoints" / "epoch-00003")[0] for run in (one, four)]
-    assert not [key for key in states[0].keys() ^ states[1].keys()]
-    for key, value in states[0].items():
-        if not key.startswith("optimizer/"):
-            torch.testing.assert_close(states[1][key], value, rtol=0, atol=1e-6)
+    assert states[0].keys() == states[1].keys()
+    close(*({key: value for key, value in each.items() if not key.startswith("optimizer/")} for each in states))
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, four)]
     for when in ("before", "after"):
         assert [*summaries[0][when].values()] == pytest.approx([*summaries[1][when].values()], abs=1e-5)
@@ -257,8 +241,8 @@ def test_a_run_of_one_process_cannot_be_sharded(folder, capsys):
 @pytest.mark.parametrize("size", ["1", "3"])
 def test_nodes_of_other_sizes_are_refused_in_one_line(size):
     assert sharding.of_node(4, {"LOCAL_WORLD_SIZE": "2"}) == 2
-    with pytest.raises(UserError, match=f"memory.shard is nodes, but of 4 processes this node has {size}"):
-        sharding.of_node(4, {"LOCAL_WORLD_SIZE": size})
+    told = f"memory.shard is nodes, but of 4 processes this node has {size}"
+    refused(told, sharding.of_node, 4, {"LOCAL_WORLD_SIZE": size})
 
 
 def test_scalars_and_weights_of_another_precision_than_most_stay_whole():

@@ -83,10 +83,8 @@ def of_node(count: int, environment: Mapping[str, str]) -> int:
 def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
     """Mesh of processes over which weights are sharded, [processes], or with `nodes` [nodes, processes of a node],
     along the first of which shards are copied; None if they are not."""
-    if not shard or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    count = distributed.get_world_size()
-    if count == 1:
+    if not shard or not distributed.is_available() or not distributed.is_initialized() or \
+            (count := distributed.get_world_size()) == 1:
         return None
     size = of_node(count, os.environ) if shard == NODES else count
     if size == count:

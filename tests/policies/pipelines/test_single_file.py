@@ -16,7 +16,7 @@ from flowgrpo.policies.pipelines import conditioned, load
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import loop, tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 OTHER = 7  # seed of weights that differ from a tiny model's usual ones
 # Names of a U-Net in checkpoints of Stable Diffusion.
@@ -130,24 +130,17 @@ def test_two_denoisers_take_no_file(tmp_path):
     assert "the pipeline has 2: transformer, transformer_2" in told
 
 
-@pytest.mark.parametrize("settings, told", [
-    ({"memory": {"weights": "int8"}}, "a file, which diffusers does not quantise as it reads it: set 'full'"),
-    ({"adapter": {"rank": 0}}, "but adapter.rank is 0"), ({"adapter": {"dora": True}}, "but adapter.dora reads"),
-    ({"memory": {"shard": True}}, "whose packed weights are not sharded")])
-def test_what_does_not_go_with_gguf(settings, told, tmp_path, monkeypatch):
-    file = tmp_path / "x.gguf"
-    file.touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
-    config = validate({"load": {"denoiser": str(file)}} | settings)
-    assert told in message(options.check, loop.setup(config))
-
-
-def test_gguf_needs_its_package(tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings, package, told", [
+    ({"memory": {"weights": "int8"}}, True, "a file, which diffusers does not quantise as it reads it: set 'full'"),
+    ({"adapter": {"rank": 0}}, True, "but adapter.rank is 0"),
+    ({"adapter": {"dora": True}}, True, "but adapter.dora reads"),
+    ({"memory": {"shard": True}}, True, "whose packed weights are not sharded"),
+    ({}, None, "x.gguf', which needs gguf: pip install gguf$")])
+def test_what_does_not_go_with_gguf_and_that_it_needs_its_package(settings, package, told, tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    config = validate({"load": {"denoiser": str(tmp_path / "x.gguf")}})
-    told = message(options.require_load, loop.setup(config, "pipeline"))
-    assert told.endswith("x.gguf', which needs gguf: pip install gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: package)
+    config = validate({"load": {"denoiser": str(tmp_path / "x.gguf")}} | settings)
+    refused(told, options.check, loop.setup(config))
 
 
 def test_an_autoencoder_is_replaced_by_a_files_or_a_folders(tmp_path):
