@@ -1,5 +1,6 @@
 """RLG: base + weight * (tuned - base), in closed form on Gaussians, and on tiny pipelines through every command."""
 
+import contextlib
 import functools
 import json
 import math
@@ -33,11 +34,6 @@ STEPS = 64  # sigmas that fp32 holds exactly, times 1000 too
 WEIGHTS = (0.0, 0.5, 1.0, 1.5, 3.0)
 MEAN = 3.0
 ASKED = {"num_inference_steps": 2, "guidance_scale": 3.0, **tiny.CALL}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module", params=[2, 0], ids=["lora", "all weights"])
@@ -121,12 +117,8 @@ def test_modules_are_left_as_they_were():
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
 def picture(pipe, at=None, **asked) -> torch.Tensor:
-    def draw():
+    with at or contextlib.nullcontext():
         return samplers.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
-    if at is None:
-        return draw()
-    with at:
-        return draw()
 
 
 def latents(pipe, steps: int, **asked) -> torch.Tensor:
