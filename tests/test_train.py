@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 import flowgrpo
 from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.config import Config, load
-from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.data.sets import SPLIT_SEED, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.measured import EVAL_SEED
-from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.samplers.growth import replay
@@ -28,7 +26,9 @@ from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import chunks, decisions, rate
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
+from tests.helpers.tiny_runs import assert_same_weights
+from tests.helpers.tiny_runs import lines as metrics
 
 
 def prompts() -> list[Prompt]:
@@ -38,10 +38,6 @@ def prompts() -> list[Prompt]:
 def align(settings, functions=None, pipe=None):
     """A whole run on the tiny SD3."""
     return run(settings, pipe=pipe or tiny.sd3(), functions=functions or {"red": tiny.red}, prompts=prompts())
-
-
-def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def epoch(trainer):
@@ -66,7 +62,7 @@ def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
 
 def test_a_gradient_too_small_for_fp16_is_followed():
     """Divided by as many decisions as a large run has, it would be 0 in fp16; it is what it is of few, but smaller."""
-    policy = PipelinePolicy(tiny.sd3().to(torch.float16), Adapter(rank=2), precision="fp16", call=tiny.CALL)
+    policy = tiny.policy(tiny.sd3().to(torch.float16), precision="fp16")
     trainer = tiny.trainer(tiny.stir(policy), precision="fp16", parts__plan__size=1)
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:1])
     credited = list(loop.credit(trainer, parts, grouped, conditioning.prompts))
@@ -80,7 +76,7 @@ def test_a_gradient_too_small_for_fp16_is_followed():
 
 
 def test_a_gradient_that_overflows_fp16_halves_the_scale():
-    policy = PipelinePolicy(tiny.sd3().to(torch.float16), Adapter(rank=2), precision="fp16", call=tiny.CALL)
+    policy = tiny.policy(tiny.sd3().to(torch.float16), precision="fp16")
     trainer = tiny.trainer(policy, precision="fp16")
     scale = trainer.optimization.scaler.get_scale()
     for parameter in trainer.policy.weights.parameters():
@@ -164,7 +160,7 @@ def test_what_a_run_leaves_behind(whole_run):
                    checkpoint.latest(folder / "checkpoints"))[0].items() if key.startswith("weights/"))}
     saved = {key.removeprefix("transformer."): value for key, value in load_file(folder / LORA_FILE).items()}
     trained = tiny.in_file(trained, 1.5)
-    assert saved.keys() == trained.keys() and all(torch.equal(saved[key], trained[key]) for key in saved)
+    assert_same_weights(saved, trained)
 
 
 def test_the_summary_says_what_happened(whole_run):
@@ -281,8 +277,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
     handle = trainer.policy.weights.parameters()[-1].register_hook(lambda grad: grad * float("inf"))
     found = trainer.run_epoch()
     assert found["skipped_updates"] == trainer.optimization.skipped == 1 and trainer.optimization.update == 0
-    assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
-    assert all(torch.equal(average[key], value) for key, value in trainer.optimization.ema.items())
+    assert_same_weights(trainer, before)
+    assert_same_weights(trainer.optimization.ema, average)
     handle.remove()
     trainer.run_epoch()
     assert (trainer.optimization.skipped, trainer.optimization.update) == (1, 1)
@@ -398,8 +394,6 @@ def test_nondeterministic_denoisers_are_refused(tmp_path):
 
 
 # --- the first ratio -------------------------------------------------------------------------------------------------
-
-
 def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, capsys):
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0), 0.3)
     trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8,
@@ -456,11 +450,9 @@ def test_align_from_python_is_the_same_with_the_same_seed(tmp_path):
     assert summary["method"] == "dance_grpo" and summary["updates"] == 2
     assert summary["rewards"]["trained"] == {"bluish": 1.0} and summary["model"] == "StableDiffusion3Pipeline"
     assert (tmp_path / "run" / LORA_FILE).exists()
-    files = []
     for name in ("a", "b"):
         align(tiny.config(tmp_path, name=name, seed=11))
-        files.append(load_file(tmp_path / name / LORA_FILE))
-    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    assert_same_weights(*(load_file(tmp_path / name / LORA_FILE) for name in ("a", "b")))
 
 
 def test_align_goes_on_where_it_failed(tmp_path, capsys):
@@ -476,8 +468,7 @@ def test_align_goes_on_where_it_failed(tmp_path, capsys):
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "epoch-00001"
     assert "epoch 1 is saved in" in "".join(capsys.readouterr())
     assert flowgrpo.align(pipe, {failing: 1.0}, resume=True, **given)["updates"] == whole["updates"] == 2
-    saved = [load_file(tmp_path / name / LORA_FILE) for name in ("run", "whole")]
-    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[1])
+    assert_same_weights(*(load_file(tmp_path / name / LORA_FILE) for name in ("run", "whole")))
 
 
 def test_align_takes_several_rewards_a_prompt_file_and_a_list_with_metadata(tmp_path):
@@ -557,8 +548,7 @@ def test_a_recipe_is_the_base_of_the_arguments():
 def test_a_run_that_fails_leaves_the_pipeline_as_it_was(wrong, told, tmp_path):
     pipe, given = tiny.sd3(), {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | tiny.options(tmp_path)
     before = every_weight(tiny.sd3())
-    with pytest.raises(UserError, match=told):
-        flowgrpo.align(pipe, **given | wrong)
+    refused(told, flowgrpo.align, pipe, **given | wrong)
     assert all(key == was and torch.equal(now, value) for (key, now), (was, value) in
                zip(every_weight(pipe), before, strict=True))
     assert not pipe.transformer._forward_pre_hooks
@@ -575,8 +565,7 @@ def test_a_second_run_on_a_pipeline_begins_with_the_base(options, tmp_path):
     assert [*pipe.transformer.peft_config] == ["default"]
     for each, name in ((pipe, "second"), (fresh, "alone")):
         flowgrpo.align(each, **given | {"name": name})
-    second, alone = (load_file(tmp_path / name / LORA_FILE) for name in ("second", "alone"))
-    assert second.keys() == alone.keys() and all(torch.equal(value, alone[key]) for key, value in second.items())
+    assert_same_weights(*(load_file(tmp_path / name / LORA_FILE) for name in ("second", "alone")))
     assert len(pipe.transformer._forward_pre_hooks) == hooks
 
 
@@ -589,8 +578,7 @@ def test_how_an_adapter_is_taken_off_is_told_and_true_and_a_loaded_lora_stays(tm
         assert len(tiny.policy(pipe).weights.named) == count
     loaded = tiny_text.model()
     count = len(tiny_text.policy(loaded).weights.named)
-    with pytest.raises(UserError, match="the model has an adapter .*: load it anew, without its adapter"):
-        tiny_text.policy(loaded)
+    refused("the model has an adapter .*: load it anew, without its adapter", tiny_text.policy, loaded)
     assert len(tiny_text.policy(tiny_text.model()).weights.named) == count
     given, pipe = {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | tiny.options(tmp_path), tiny.sd3()
     flowgrpo.align(pipe, **given)
