@@ -48,15 +48,11 @@ class Counting(Lockstep):
         return super()._exchange_calls(kind, step)
 
 
-def counting(monkeypatch) -> None:
-    monkeypatch.setattr("flowgrpo.distributed.shards.Lockstep", Counting)
-
-
 def one_of_two(folder: Path) -> None:
     """Train every case; each process leaves its weights, its calls, and what it agreed on with the other."""
     processes = Processes(Accelerator(cpu=True))
     with pytest.MonkeyPatch.context() as patched:
-        counting(patched)
+        patched.setattr("flowgrpo.distributed.shards.Lockstep", Counting)
         for case in CASES:
             trainer = trained(case, True)
             place, turns = f"{case}{processes.rank}", trainer.policy.turns
@@ -110,8 +106,7 @@ def found(folder: Path, case: str, rank: int) -> dict[str, list[int]]:
 def test_sharded_processes_train_as_one(case, folder):
     weights = trained(case, False).policy.weights.snapshot()
     for rank in range(2):
-        for key, value in load_file(folder / f"{case}{rank}.safetensors").items():
-            torch.testing.assert_close(value, weights[key], rtol=0, atol=2e-6)
+        torch.testing.assert_close(load_file(folder / f"{case}{rank}.safetensors"), weights, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", ["equal", "finals"])

@@ -21,9 +21,9 @@ from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
 from flowgrpo.training.checks import check
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny_runs, tiny_text
 from tests.helpers import tiny_vision as tiny
+from tests.helpers.processes import launch
 from tests.helpers.refusals import message, refused
 from tests.helpers.tiny_text import ASKED as PROMPTS
 from tests.helpers.tiny_text import replayed, sampled
