@@ -17,6 +17,7 @@ import torch
 from flowgrpo.config.sections import Adapter
 from flowgrpo.device import DTYPES
 from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import other
@@ -125,17 +126,6 @@ class Case:
                                   self.state[index] if x is None else x, grid, 1, timesteps)
 
 
-class Remembering:
-    """A kernel that keeps the model outputs it is given."""
-
-    def __init__(self, kernel):
-        self.kernel, self.outputs = kernel, []
-
-    def __call__(self, x, v, grid, i):
-        self.outputs.append(v)
-        return self.kernel(x, v, grid, i)
-
-
 @pytest.fixture(scope="module", params=sorted(set(FACTORIES) - set(UNFIT)))
 def case(request):
     return Case(request.param)
@@ -143,16 +133,17 @@ def case(request):
 
 @pytest.mark.parametrize("guidance", [pytest.param(GUIDANCE, marks=pytest.mark.fast), 1.0])
 def test_a_replay_sees_what_the_rollout_saw(case, guidance):
-    policy, kernel = case.policy, Remembering(case.kernel)
-    policy.guidance = guidance
-    try:
+    outputs = []
+    def kernel(x, v, grid, i):
+        outputs.append(v)
+        return case.kernel(x, v, grid, i)
+    with at_guidance(case.policy, guidance):
         part = case.explored(kernel)
-        sampled, kernel.outputs = kernel.outputs, []
-        scores = list(replay(policy, case.conditioning, part, 4))
-    finally:
-        policy.guidance = GUIDANCE
+        sampled = outputs.copy()
+        outputs.clear()
+        scores = list(replay(case.policy, case.conditioning, part, 4))
     assert len(part.finals[0]) == 4 and torch.isfinite(part.finals[0]).all()
-    for then, now in zip(by_step(sampled), by_step(kernel.outputs), strict=True):
+    for then, now in zip(by_step(sampled), by_step(outputs), strict=True):
         assert now.requires_grad and then.std() > 1e-3
         torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
     for k, rows, new in scores:
@@ -209,14 +200,10 @@ def test_a_segment_from_the_middle_is_the_whole_run(case):
 
 
 def test_guidance_changes_the_output(case):
-    policy = case.policy
     with torch.no_grad():
         guided = case.output()
-        policy.guidance = 1.0
-        try:
+        with at_guidance(case.policy, 1.0):
             plain = case.output()
-        finally:
-            policy.guidance = GUIDANCE
     assert ((guided - plain).abs().max() > 1e-4) == (case.name not in UNGUIDED)
 
 

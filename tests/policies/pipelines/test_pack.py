@@ -43,13 +43,10 @@ def policy_of(name: str, guidance: float = 1.0, **options):
 def calls(policy):
     """Inside, the rows of every call of the denoisers are appended to the list."""
     found: list[int] = []
-    hooks = [module.register_forward_hook(lambda _, args, kwargs, out: found.append(len(out[0])), with_kwargs=True)
-             for module in policy.denoisers.values()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in policy.denoisers.values():
+            hooks.enter_context(module.register_forward_hook(lambda _, args, out: found.append(len(out[0]))))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.fixture(scope="module")
