@@ -4,24 +4,20 @@ The memory holds the last rates of every sampled prompt, the mean rewards of its
 of its last samples; of `GradientVariance` the norms of gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import KEY, OfBeliefs, posteriors, require_rate, update_beta
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.selection import rank
 from flowgrpo.parts import Above, AtLeast, part
-
-if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 RATES, DIVERSITY, RETAINED, NORMS = "rates", "diversity", "retained", "gradient_norms"  # keys of the memory
 LONGEST = 16  # rates kept per prompt

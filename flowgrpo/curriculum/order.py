@@ -7,23 +7,19 @@ in checkpoints, such as Beta posteriors of each prompt's success rate. group: sa
 resume.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from flowgrpo.advantages.group import RELATIVE_NOISE
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
-
-if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
 @part("curriculum")

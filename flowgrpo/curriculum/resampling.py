@@ -8,25 +8,21 @@ solved it; or a hard prompt gets further groups.
 `Expansion` samples every prompt under another text or guidance scale than it is learned with.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.trackers import mean_of
+from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
-
-if TYPE_CHECKING:
-    from flowgrpo.config.schema import Config
-    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
 @part("expansion")

@@ -8,20 +8,16 @@ are none. The trainer asks once per epoch and stores the snapshots in its checkp
 Only trainable weights are ever copied, on the CPU.
 """
 
-from __future__ import annotations
-
 import string
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
+from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
-
-if TYPE_CHECKING:
-    from flowgrpo.config.schema import Config
 
 Snapshot = dict[str, Tensor]
 
