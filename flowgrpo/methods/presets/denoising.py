@@ -25,8 +25,7 @@ def flow_grpo_fast(method: Method = Method()) -> Method:
     The kernel is Flow-SDE, with a clip range of 1e-4. The released recipes of the kernel CPS clip at 1e-5 a
     log-probability without 1/(2 s^2): that is the log-ratio SquaredErrorRatio, and not in this preset.
     """
-    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
-                         advantage=group.Advantage(scale="batch", order="rewards"), kl=GaussianKL(0.0))
+    return flow_grpo(method).having(plan=plans.Sliding(size=2, order="random", stop=0.5), kl=GaussianKL(0.0))
 
 
 def dance_grpo(method: Method = Method()) -> Method:
@@ -76,8 +75,7 @@ def granular_grpo(method: Method = Method()) -> Method:
     Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
     released code has the first two.
     """
-    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
-                         advantage=group.Advantage(scale="group", order="advantages"), kl=GaussianKL(0.0))
+    return mix_grpo(method).having(plan=plans.EachStep(stop=0.5), strides=(1, 2, 3))
 
 
 def branch_grpo(method: Method = Method()) -> Method:
@@ -85,9 +83,7 @@ def branch_grpo(method: Method = Method()) -> Method:
 
     An edge is worth the mean of the images below it. The splits are at the paper's places of a grid of 20 steps.
     """
-    return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
-                         advantage=group.Advantage(scale="group", order="advantages"),
-                         surrogate=surrogates.Clip(1e-3, 1e-3), kl=GaussianKL(0.0))
+    return dance_grpo(method).having(plan=plans.Branches(), roots=None, surrogate=surrogates.Clip(1e-3, 1e-3))
 
 
 def tree_rpo(method: Method = Method()) -> Method:
@@ -96,10 +92,9 @@ def tree_rpo(method: Method = Method()) -> Method:
     With LayerTuning: both clip bounds follow the advantage, and a supervised term towards the best path is weighted by
     its progress. All of it is a reconstruction, and the numbers are ours.
     """
-    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
-                         roots=None, advantage=group.Advantage(scale="group", order="advantages"),
-                         surrogate=surrogates.AdaptiveClip(1e-4, 2e-4, 1.0), kl=GaussianKL(0.0),
-                         target=targets.RecordedSteps(supervised.LayerTuning(1e-4, by="progress")))
+    return mix_grpo(method).having(plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5), roots=None,
+                                   surrogate=surrogates.AdaptiveClip(1e-4, 2e-4, 1.0),
+                                   target=targets.RecordedSteps(supervised.LayerTuning(1e-4, by="progress")))
 
 
 def pref_grpo(method: Method = Method()) -> Method:
@@ -107,9 +102,7 @@ def pref_grpo(method: Method = Method()) -> Method:
 
     A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores images one by one.
     """
-    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
-                         shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),
-                         kl=GaussianKL(0.0))
+    return dance_grpo(method).having(kernel=kernels.FlowSDE(0.7), shaping=shaping.WinRate())
 
 
 def b2_diffurl(method: Method = Method()) -> Method:
@@ -118,10 +111,8 @@ def b2_diffurl(method: Method = Method()) -> Method:
     Ancestral sampling, branches where the interval begins, and of every branch group its best and its worst where they
     stand out from the prompt's history.
     """
-    return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
-                         advantage=group.Advantage(scale="running", order="rewards"),
-                         selection=selection.Extremes(-0.5, 0.5), surrogate=surrogates.Clip(0.1, 0.1),
-                         kl=GaussianKL(0.0))
+    return ddpo(method).having(plan=plans.GrowingTail(branch=4), selection=selection.Extremes(-0.5, 0.5),
+                               surrogate=surrogates.Clip(0.1, 0.1))
 
 
 def reinflow(method: Method = Method()) -> Method:
