@@ -217,12 +217,6 @@ class Method:
         return cast(TokenRollout, self.rollout)
 
     @property
-    def off_policy(self) -> bool:
-        """True where samples may be answers of prompts, or be drawn under another input than is learned."""
-        answers = self.for_tokens and self.generation.decoding.expert > 0
-        return answers or any(not getattr(part, "learned", True) for part in (self.expansion, self.redraw))
-
-    @property
     def writes_prompts(self) -> bool:
         """True where the policy writes prompts for later epochs (`contrib.variants`)."""
         return bool(getattr(getattr(self.curriculum, "inner", self.curriculum), "writes", False))
@@ -230,7 +224,7 @@ class Method:
     @property
     def tuning(self) -> LayerTuning:
         """The supervised term of recorded steps; weight 0 of other targets."""
-        return self.target.tuning if isinstance(self.target, RecordedSteps) else _UNTUNED
+        return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
 
     @property
     def teaches_itself(self) -> bool:
@@ -284,7 +278,6 @@ def _inner(kernel: Any) -> Any:
     return kernel.kernel if isinstance(kernel, kernels.AnnealedNoise) else kernel
 
 
-_UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 

@@ -109,7 +109,10 @@ def _require_loss(method: Method) -> None:
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads rewards as labels, and "
                          f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
                          f"{{type: {_advantages('compares', False)}}}")
-    if loss.surrogate.reads_guided and not method.off_policy:
+    # Samples may be answers of prompts, or be drawn under another input than is learned.
+    answered = method.for_tokens and method.generation.decoding.expert > 0
+    if loss.surrogate.reads_guided and not answered and all(
+            getattr(part, "learned", True) for part in (method.expansion, method.redraw)):
         answers = ", or parts.decoding.expert: 1" if method.for_tokens else ""
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} is about samples of another policy, "
                          f"and none are: set learned: false of parts.redraw or parts.expansion{answers}")
