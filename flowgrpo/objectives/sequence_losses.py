@@ -111,7 +111,7 @@ class Discriminative(GroupLoss):
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Score and the KL estimate of every completion: [b, 2]."""
         mask = compared.new.mask
-        return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
+        return torch.stack([token_mean(self._scores(compared), mask), token_mean(-compared.log_ratio, mask)], 1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         peers = unwrap(old.peers)
@@ -144,7 +144,7 @@ class Regressed(SampleLoss):
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Log-ratio of every sample: [b]."""
-        return _mean(compared.log_ratio, compared.new.mask)
+        return token_mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         peers = unwrap(old.peers)
@@ -173,7 +173,7 @@ class PairwisePreference(SampleLoss):
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return g of every sample: [b]."""
-        return _mean(compared.new.logp - unwrap(compared.reference).logp, compared.new.mask)
+        return token_mean(compared.new.logp - unwrap(compared.reference).logp, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         peers = unwrap(old.peers)
@@ -191,7 +191,8 @@ class PairwisePreference(SampleLoss):
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
 
-def _mean(values: Tensor, mask: Tensor) -> Tensor:  # over the counted tokens of values [b, L]: [b]
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values [b, L] over each row's tokens where the mask is true, 0 where it is nowhere: [b]."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
@@ -235,8 +236,7 @@ class PairLoss(SampleLoss):
         logp, mask = compared.new.logp, compared.new.mask
         if self.reference:
             logp = logp - unwrap(compared.reference).logp
-        total = (logp * mask).sum(1)
-        return total / mask.sum(1).clamp(min=1) if self.mean else total
+        return token_mean(logp, mask) if self.mean else (logp * mask).sum(1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         peers = unwrap(old.peers)
@@ -254,7 +254,7 @@ class PairLoss(SampleLoss):
             # The pull is each row's share in the best samples of its group, [b, 1].
             best = group * (peers.advantage == peers.advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True))
             pull = best.gather(1, old.rows[:, None]) / best.sum(1, keepdim=True) * size * (pairs > 0)
-            value = value - self.likelihood * pull * _mean(old.new.logp, old.new.mask)[:, None]
+            value = value - self.likelihood * pull * token_mean(old.new.logp, old.new.mask)[:, None]
         return value.expand_as(log_ratio)
 
     def loss(self, h: Tensor) -> Tensor:
