@@ -34,13 +34,24 @@ METRICS = {"logp": "logp", "length": "lengths", "entropy": "entropy"}  # of Cond
 
 @part("advantage", teaches=True)
 class VirtualBest(AdvantageRule):
-    """`virtual_best` of the weighted sum, whose largest possible value is `best` (NGRPO, 2509.18851)."""
+    """Weighted sum standardised by its group and one more sample of reward `best` (NGRPO, 2509.18851; its asymmetric
+    clip is `Clip(low, high)`).
+
+    A group that is all wrong gets -1/sqrt(G), one that is all best 0. The deviation has ddof 0, as in the paper; its
+    code has 1, -0.333 for -0.354 of eight samples. Raises ValueError for a weighted sum above `best`.
+    """
 
     best: float = 1.0
     clamp: Clamp = 5.0
 
     def compare(self, total: Tensor, context: Context | None) -> Tensor:
-        return virtual_best(total, self.best)
+        if (total > self.best + RELATIVE_NOISE * abs(self.best)).any():
+            largest = total.nan_to_num(-math.inf).max().item()
+            raise ValueError(f"VirtualBest: a reward is {largest:g}, expected at most {self.best:g}: set best to the "
+                             "largest that the weighted sum of rewards can be")
+        group = torch.cat([total, total.new_full((len(total), 1), self.best)], dim=1)
+        advantages = (centre(group) / group_std(group, ddof=0)[:, None])[:, :-1]
+        return advantages.masked_fill(zero_variance(group)[:, None], 0)
 
 
 @part("advantage")
@@ -127,22 +138,6 @@ class ShiftedMean(AdvantageRule):
 
     def compare(self, total: Tensor, context: Context | None) -> Tensor:
         return (centre(total) - self.shift).masked_fill(total.isnan(), 0)
-
-
-def virtual_best(rewards: Tensor, best: float) -> Tensor:
-    """Rewards [P, G] less the mean, over the deviation, of their group and one more sample of reward `best`: [P, G].
-
-    A group that is all wrong gets -1/sqrt(G), one that is all best 0 (NGRPO, 2509.18851; its asymmetric clip is
-    `Clip(low, high)`). The deviation has ddof 0, as in the paper; its code has 1, -0.333 for -0.354 of eight samples.
-    Raises ValueError for a reward above `best`.
-    """
-    if (rewards > best + RELATIVE_NOISE * abs(best)).any():
-        largest = rewards.nan_to_num(-math.inf).max().item()
-        raise ValueError(f"VirtualBest: a reward is {largest:g}, expected at most {best:g}: set best to the largest "
-                         "that the weighted sum of rewards can be")
-    group = torch.cat([rewards, rewards.new_full((len(rewards), 1), best)], dim=1)
-    advantages = (centre(group) / group_std(group, ddof=0)[:, None])[:, :-1]
-    return advantages.masked_fill(zero_variance(group)[:, None], 0)
 
 
 def conditional(rewards: Tensor, metric: Tensor, mu: float, factor: float = 1.0) -> Tensor:

@@ -68,12 +68,23 @@ def penalised(rewards: Tensor, context: Context) -> Tensor:
 
 @part("shaping", teaches=True)
 class Unlikely(Shaping):
-    """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
+    """Rewards lowered for samples that were likely in their group (Rewarding the Unlikely, 2506.02355).
+
+    They are multiplied by 1 - beta (G - rank) / G, rank 0 the sample of the highest old log-probability [P, G].
+    Among equal rewards the rarer sample earns more, and a reward of 0 stays 0. Ties go by position.
+    Raises ValueError for a reward below 0, for which the factor would reverse the order.
+    """
 
     beta: Annotated[float, AtLeast(0, to=1)] = 0.25
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        return unlikely(rewards, of_samples(context, "logp", rewards, "Unlikely"), self.beta)
+        logp = of_samples(context, "logp", rewards, "Unlikely")
+        if (rewards < 0).any():
+            raise ValueError(f"Unlikely: a reward is {rewards.nan_to_num(0).min().item():g}, expected 0 or more, as a "
+                             "success or its share")
+        rank = logp.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        size = logp.shape[1]
+        return rewards * (1 - self.beta * (size - rank[..., None]).to(rewards) / size)
 
 
 @part("shaping")
@@ -174,22 +185,6 @@ class Compressed(Shaping):
         over = (rewards - self.threshold).clamp(min=0).log1p() * self.high
         under = ((self.threshold - rewards).clamp(min=0) * self.low).expm1() / math.expm1(self.low)
         return self.threshold + torch.where(rewards < self.threshold, -under, over)
-
-
-def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
-    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its group
-    (2506.02355).
-
-    Among equal rewards the rarer sample earns more, and a reward of 0 stays 0. Ties of logp go by position.
-    Raises ValueError for a reward below 0, for which the factor would reverse the order.
-    """
-    (rewards,) = wide(rewards)
-    if (rewards < 0).any():
-        raise ValueError(f"Unlikely: a reward is {rewards.nan_to_num(0).min().item():g}, expected 0 or more, as a "
-                         "success or its share")
-    rank = logp.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    size = logp.shape[1]
-    return rewards * (1 - beta * (size - rank[..., None]).to(rewards) / size)
 
 
 def win_rates(wins: Tensor) -> Tensor:

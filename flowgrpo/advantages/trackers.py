@@ -52,15 +52,11 @@ class Tracked(group.AdvantageRule):
         for prompt, rows in group.rows_of(context.groups.prompts).items():
             if not total[rows].isnan().all():
                 advantages[rows] = self.visit(prompt, total[rows], context.run)
-        return self.finish(advantages.masked_fill(total.isnan(), 0), ~total.isnan())
+        return advantages.masked_fill(total.isnan(), 0)
 
     def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         """Advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
         raise NotImplementedError
-
-    def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
-        """Advantages [P, G] of an epoch; applies: bool [P, G]."""
-        return advantages
 
 
 @part("advantage", single=True, teaches=True, needs=("drift",),
@@ -107,8 +103,8 @@ class ValueTracker(Tracked):
                                  [self.evidence, self.evidence * self.prior, 0.0], change)
         return rewards - mean_of(before)
 
-    def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
-        return group.whiten(advantages, applies)
+    def compare(self, total: Tensor, context: Context | None) -> Tensor:
+        return group.whiten(super().compare(total, context), ~total.isnan())
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
         """Sampling weights sqrt(v (1 - v)) + floor of prompts, with v `prior` before the first visit: float64 [n]."""

@@ -14,9 +14,9 @@ from flowgrpo.advantages.baselines import (
     ShiftedMean,
     VirtualBest,
     conditional,
-    virtual_best,
 )
 from flowgrpo.types import Context, SampleMeasures
+from tests.helpers.refusals import refused
 from tests.helpers.tables import close, draw, f64
 
 NAN = math.nan
@@ -25,10 +25,10 @@ NAN = math.nan
 # Virtual best
 def test_virtual_best_by_hand():
     wrong = -1 / math.sqrt(8)
-    close(virtual_best(f64([[0] * 8, [1] * 8, [1] + [0] * 7]), 1.0)[:2], [[wrong] * 8, [0] * 8])
+    close(VirtualBest().compare(f64([[0] * 8, [1] * 8, [1] + [0] * 7]), None)[:2], [[wrong] * 8, [0] * 8])
     assert wrong == pytest.approx(-0.354, abs=1e-3)
     # One of eight right and the virtual one: mean 2/9, deviation sqrt(14)/9.
-    one = virtual_best(f64([[1] + [0] * 7]), 1.0)[0]
+    one = VirtualBest().compare(f64([[1] + [0] * 7]), None)[0]
     close(one, [7 / math.sqrt(14)] + [-2 / math.sqrt(14)] * 7)
     assert one[:2].tolist() == pytest.approx([1.87, -0.53], abs=5e-3)
 
@@ -40,7 +40,8 @@ def test_virtual_best_of_missing_rewards_weighted_sums_and_too_high_ones():
     # A single wrong sample is pushed away too: of 0 and 2 it is one deviation below.
     close(part(f64([[[0]]]), [1.0]), [[-1]])
     rewards = f64([[[0, 1], [0, 0], [1, 1]]])
-    close(VirtualBest(best=3.0, clamp=9)(rewards, [1, 2]), virtual_best(f64([[2, 0, 3]]), 3.0).tolist())
+    sums = VirtualBest(best=3.0).compare(f64([[2, 0, 3]]), None)
+    close(VirtualBest(best=3.0, clamp=9)(rewards, [1, 2]), sums.tolist())
     assert VirtualBest(best=3.0, clamp=0.5)(rewards, [1, 2]).abs().max() == 0.5
     with pytest.raises(ValueError, match="VirtualBest: a reward is 1.5, expected at most 1: set best"):
         VirtualBest()(f64([[[0], [1.5], [NAN]]]), [1.0])
@@ -110,8 +111,7 @@ def test_the_conditional_part_reads_log_probabilities():
             (Conditional(), rewards, Context(), "Conditional reads the samples' log-probabilities, and this method"),
             (Conditional(), rewards[:, :2], Context(samples=SampleMeasures(logp)),
              r"of \(3, 6\) samples for rewards of \(3, 2\), expected the same")):
-        with pytest.raises(ValueError, match=told):
-            part(of, [1, 2], context)
+        refused(told, part, of, [1, 2], context, error=ValueError)
     with pytest.raises(AssertionError):  # it needs a context
         Conditional()(f64([[[1], [0]]]), [1.0])
 

@@ -11,10 +11,10 @@ from flowgrpo.advantages.shaping import (
     Unlikely,
     WinRate,
     to_win_rates,
-    unlikely,
     win_rates,
 )
 from flowgrpo.types import Context, RewardColumns, RunState, SampleMeasures
+from tests.helpers.refusals import refused
 from tests.helpers.tables import close, f64
 
 F64 = torch.float64
@@ -22,9 +22,13 @@ NAN = math.nan
 
 
 # Unlikely
+def drawn(logp: list) -> Context:
+    return Context(samples=SampleMeasures(f64(logp)))
+
+
 def test_unlikely_by_hand():
     # Four right samples, from the likeliest to the rarest.
-    shaped = unlikely(f64([[[1], [1], [1], [1]]]), f64([[-1, -2, -3, -4]]), 0.25)
+    shaped = Unlikely(0.25)(f64([[[1], [1], [1], [1]]]), drawn([[-1, -2, -3, -4]]))
     close(shaped[..., 0], [[0.75, 0.8125, 0.875, 0.9375]])
     advantages = group_relative(shaped[..., 0], "group")[0] * math.sqrt(4 / 3)  # the population's deviation
     assert advantages.tolist() == pytest.approx([-1.34, -0.45, 0.45, 1.34], abs=5e-3)
@@ -32,16 +36,16 @@ def test_unlikely_by_hand():
 
 def test_unlikely_by_rank_alone_and_only_where_something_was_earned():
     rewards = f64([[[1, 0.5], [0, NAN], [1, 2], [1, 0]]])
-    shaped = Unlikely(0.5)(rewards, Context(samples=SampleMeasures(f64([[-7, -1, -300, -7]]))))
+    shaped = Unlikely(0.5)(rewards, drawn([[-7, -1, -300, -7]]))
     # Ranks 1, 0, 3, 2 (the tie by position): factors 1 - .5 * 3/4, ..., 1 - .5 * 1/4.
     factors = [0.625, 0.5, 0.875, 0.75]
     close(shaped, [[[0.625, 0.3125], [0, NAN], [0.875, 1.75], [0.75, 0]]])
-    close(unlikely(torch.ones(1, 4, 1, dtype=F64), f64([[-7, -1, -300, -7]]), 0.5)[..., 0], [factors])
-    close(Unlikely(0)(rewards, Context(samples=SampleMeasures(f64([[1, 2, 3, 4]])))), rewards.tolist())
-    with pytest.raises(ValueError, match="Unlikely: a reward is -2, expected 0 or more"):
-        unlikely(f64([[[1], [-2], [NAN]]]), f64([[1, 2, 3]]), 0.25)
-    with pytest.raises(ValueError, match="Unlikely reads the samples' log-probabilities, and this method has none"):
-        Unlikely()(f64([[[1]]]), Context())
+    close(Unlikely(0.5)(torch.ones(1, 4, 1, dtype=F64), drawn([[-7, -1, -300, -7]]))[..., 0], [factors])
+    close(Unlikely(0)(rewards, drawn([[1, 2, 3, 4]])), rewards.tolist())
+    wrong = f64([[[1], [-2], [NAN]]])
+    refused("Unlikely: a reward is -2, expected 0 or more", Unlikely(), wrong, drawn([[1, 2, 3]]), error=ValueError)
+    told = "Unlikely reads the samples' log-probabilities, and this method has none"
+    refused(told, Unlikely(), f64([[[1]]]), Context(), error=ValueError)
 
 
 # Win rates

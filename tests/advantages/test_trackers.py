@@ -11,8 +11,9 @@ from torch.distributions import Beta
 from flowgrpo.advantages.trackers import PriorBlend, SmoothStandardised, ValueTracker, prior_weight
 from flowgrpo.methods.validate import resolve
 from flowgrpo.training import sampling
-from tests.helpers import tiny, tiny_text
+from tests.helpers import tiny, tiny_runs, tiny_text
 from tests.helpers.contexts import of_epoch
+from tests.helpers.refusals import refused
 from tests.helpers.tables import close, f64
 
 NAN = math.nan
@@ -98,9 +99,7 @@ def test_a_run_of_single_samples_learns_and_measures_how_far_it_moved(make, opti
     settings = options | {"parts": {"advantage": {"type": "ValueTracker"}}}
     trainer = make(**settings, train__group=1, train__prompts=4, train__micro_batch=4)
     before = trainer.policy.weights.snapshot()
-    for _ in range(2):
-        trainer.run_epoch()
-        trainer.epoch += 1
+    tiny_runs.epochs(trainer, 2)
     moved = any(not torch.equal(before[key], now) for key, now in trainer.policy.weights.snapshot().items())
     assert moved and trainer.memory["drift"] > 0
     counts = [entry["after"][0] for entry in trainer.memory["ValueTracker"].values()]
@@ -186,5 +185,4 @@ def test_a_blended_baseline_by_hand():
 
 @pytest.mark.parametrize("part", [ValueTracker(), SmoothStandardised(), PriorBlend()])
 def test_a_tracker_needs_a_context(part):
-    with pytest.raises(AssertionError, match="needs a context"):
-        part(f64([[[1], [0]]]), [1.0])
+    refused("needs a context", part, f64([[[1], [0]]]), [1.0], error=AssertionError)
