@@ -19,7 +19,7 @@ from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 P = SimpleNamespace(**registry.TYPES)
 
@@ -62,6 +62,35 @@ DISTILLED = {
     "dmd2": {"advantage": P.Unrewarded(), "distil": P.DistributionMatching()},
     "dmdr": {"advantage": P.Advantage("group", "rewards"), "distil": P.DistributionMatching(blend=0.25)},
     "tdm_r1": {"advantage": P.Advantage("group", "rewards"), "distil": P.RewardedMatching()}}
+# Of noised finals: the old policy lags, and nothing on the way is noisy.
+FINALS = {"plan": P.NoSteps(), "roots": None, "advantage": BATCH, "log_ratio": P.Matching(), "lag": P.Lag(),
+          "step_weight": P.Uniform(), "selection": None, "shaping": None}
+NOISED = {
+    "diffusion_nft": {"surrogate": P.NegativeAware(1.0, 5.0), "times": P.RandomGridTimes(0.99),
+                      "lag": P.Lag(slope=0.001, most=0.5), "kl": P.OutputError(1e-4)},
+    "awm": {"surrogate": clip(1.0), "log_ratio": P.Matching(0.25), "times": P.GridTimes(2, 1, 0.9),
+            "kl": P.OutputError(0.005), "step_weight": P.Sigma()},
+    "dgpo": {"surrogate": P.GroupPreference(100.0, 0.05, 0.05), "times": P.GridTimes(2, 0, 0.7, shared=True),
+             "lag": P.Lag(slope=0.001, most=0.3, draws=False), "kl": P.OutputError(0.001)},
+    "crd": {"surrogate": P.CentredReward(1.0, 5.0), "times": P.GridTimes(share=0.99),
+            "lag": P.Lag(start=0.25, slope=0.005, most=0.999), "kl": P.OutputError(0.05)},
+    "diffusion_dpo": {"surrogate": P.Preference(100.0), "times": P.Stratified(4), "kl": P.OutputError(0.0),
+                      "selection": P.BestWorst(2)},
+    "rpo": {"surrogate": P.Preference(2.0, similarity=1.0), "shaping": P.BradleyTerry(1.0),
+            "times": P.Stratified(4, shared=True), "kl": P.OutputError(0.0), "selection": P.BestWorst(2)}}
+# Of a reward's gradient, of edits and of learned noise:
+GRADIENT = {
+    "refl": {"plan": P.LateStep(0.75), "backprop": P.OneStep(), "surrogate": P.RewardAscent(2.0),
+             "kernel": P.FlowDDIM(0.0)},
+    "draft": {"plan": P.LastSteps(1), "backprop": P.Unroll(), "surrogate": P.RewardAscent(),
+              "kernel": P.FlowDDIM(0.0)},
+    "alignprop": {"plan": P.RandomLast(0.16, 0.1), "backprop": P.Unroll(checkpointing=True),
+                  "surrogate": P.RewardAscent(), "kernel": P.FlowDDIM(1.0)}}
+OTHERS = {
+    "expo": {"edit": P.Edit(acting="argmax"), "value": P.Recall(), "kl": P.GaussianKL(0.01),
+             "surrogate": P.ActorCritic(1e-3, 1e-3, 0.5, through=1.0, ratio=0.0)},
+    "reinflow": {"kernel": P.LearnedNoise(0.2, 0.48, 0.35, 0.7), "surrogate": clip(1e-3), "plan": P.AllSteps(),
+                 "roots": None, "advantage": BATCH}}
 OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
             "knapsack_rl", "diffusion_opd"}
 # Of language models:
@@ -116,14 +145,10 @@ OF_TOKENS = {
     "chord": HELD | {"data": P.NextToken(balance=P.WarmupCosine(0.5, 0.02, 20, 200), token_weight=P.Uncertain())},
     "relift": HELD | {"data": P.NextToken(source=P.PassRate(solved=False), apart=True)},
     "llds": HELD | {"surrogate": P.LikelihoodFloor(clip(0.2), 0.1)}}
-# see tests/samplers/test_noised_finals.py, test_rpo.py
-NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rpo"}
-LEARNED = {"reinflow"}  # noise: see tests/samplers/test_reinflow.py
-GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/samplers/test_reward_gradient.py
-EDITS = {"expo"}  # tests/samplers/test_latent_edits.py
 
 
-@pytest.mark.parametrize("usual, rows", [(STEPS, PUBLISHED), (STUDENTS, DISTILLED), (TOKENS, OF_TOKENS)])
+@pytest.mark.parametrize("usual, rows", [(STEPS, PUBLISHED), (STUDENTS, DISTILLED), (FINALS, NOISED), ({}, GRADIENT),
+                                         ({}, OTHERS), (TOKENS, OF_TOKENS)])
 def test_published_defaults(usual, rows):
     for name, own in rows.items():
         expected = usual | own
@@ -132,7 +157,7 @@ def test_published_defaults(usual, rows):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(presets_for("flow")) == {*PUBLISHED, *DISTILLED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
+    assert set(presets_for("flow")) == {*PUBLISHED, *DISTILLED, *OVERLAYS, *NOISED, *GRADIENT, *OTHERS}
     assert set(presets_for("tokens")) == set(OF_TOKENS)
 
 
@@ -148,8 +173,7 @@ def test_presets_stack_from_left_to_right():
     assert preset() == Method()
     assert preset("grpo_guard", "mix_grpo").parts()["log_ratio"] == P.Guard()
     for names in (["diffusion_nft+ddpo"], ["draft", "mix_grpo"], ["tree_rpo", "grpo_guard+tree_rpo"]):
-        with pytest.raises(UserError, match=r"got the base methods .* and .*, expected one: keep one of them"):
-            preset(*names)
+        refused(r"got the base methods .* and .*, expected one: keep one of them", preset, *names)
 
 
 def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
@@ -229,8 +253,7 @@ def test_null_takes_an_optional_part_away_and_no_other():
     assert with_parts(preset("grpo"), {"kl": {"weight": 0.1, "schedule": {"type": "Linear", "last": 0.0}}}
                       ).loss.kl.schedule == P.Linear(0.0)
     for name in ("advantage", "surrogate", "kl"):
-        with pytest.raises(UserError, match=f"parts.{name}: got None, expected keys with values, such as"):
-            with_parts(preset("dapo"), {name: None})
+        refused(f"parts.{name}: got None, expected keys with values, such as", with_parts, preset("dapo"), {name: None})
     with pytest.raises(UserError, match="parts.selection: got .*expected a type with it, such as {type: BestWorst}"):
         with_parts(preset("grpo"), {"selection": {"n": 4}})
 
@@ -290,7 +313,7 @@ def losses():
     ("granular_grpo", "mix_grpo"),
     ("pref_grpo", "flow_grpo"), ("tree_rpo", "branch_grpo"), ("b2_diffurl", "ddpo"), ("mix_grpo+sol_rl", "mix_grpo"),
     ("flow_grpo+flow_dppo", "flow_grpo"),
-    ("awm", "flow_grpo"), *((name, "awm") for name in sorted(NOISED - {"awm"})),
+    ("awm", "flow_grpo"), *((name, "awm") for name in NOISED if name != "awm"),
     *((f"{name}+grpo_guard", name) for name in PUBLISHED),
 ])
 def test_every_presets_loss_differs_from_its_parents(losses, child, parent):

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import DDPMScheduler
 
-from flowgrpo.advantages.group import Advantage, combine
+from flowgrpo.advantages.group import combine
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config import load
 from flowgrpo.data.pairs import in_place
@@ -26,7 +26,8 @@ from flowgrpo.types import Context, PromptGroups, RewardColumns, RunState, Score
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import loop, tiny
 from tests.helpers.tables import close, f64
-from tests.objectives.test_forward_objectives import column, noised, with_error
+from tests.objectives.test_forward_objectives import value as value_of
+from tests.objectives.test_forward_objectives import with_error
 from tests.test_train import align, epoch, gradient, metrics
 
 NAN = math.nan
@@ -128,8 +129,7 @@ def test_the_loss_by_hand(label):
     a pair's loss is the mean of its two rows."""
     new, reference = with_error([0.4, 0.65], grad=True), with_error([0.5, 0.6])
     surrogate = preset("rpo").parts()["surrogate"]
-    loss = surrogate(torch.zeros(2, 1), column([label, -label]),
-                     noised(surrogate, [label, -label], new, new, None, reference))
+    loss = value_of(surrogate, [label, -label], new, new, None, reference)
     value, slope = math.log(1 + math.exp(-label * 0.15)), label / (1 + math.exp(label * 0.15))
     close(loss.detach(), [[value + 2 * 0.4], [value]])
     [found] = torch.autograd.grad(loss.mean(), new.logp)
@@ -139,14 +139,13 @@ def test_the_loss_by_hand(label):
 def test_the_first_image_of_every_group_is_the_subjects():
     errors, surrogate = [0.3, 0.9, 0.5, 0.8], Preference(2.0, similarity=0.5)
     new, reference = with_error(errors), with_error(errors)
-    loss = surrogate(torch.zeros(4, 1), column([0.0] * 4), noised(surrogate, [0.0] * 4, new, new, [7, 7, 2, 2],
-                                                                  reference))
+    loss = value_of(surrogate, [0.0] * 4, new, new, [7, 7, 2, 2], reference)
     close(loss, [[math.log(2) + 0.3], [math.log(2)], [math.log(2) + 0.5], [math.log(2)]])
 
 
 def test_what_is_left_of_a_pair_has_no_loss():
     new, surrogate = with_error([0.3, 0.5, 0.8], grad=True), Preference(2.0, similarity=0.5)
-    loss = surrogate(torch.zeros(3, 1), column([0.0] * 3), noised(surrogate, [0.0] * 3, new, new, [7, 2, 2], new))
+    loss = value_of(surrogate, [0.0] * 3, new, new, [7, 2, 2], new)
     close(loss.detach(), [[0.0], [math.log(2) + 0.5], [math.log(2)]])
     assert torch.autograd.grad(loss.sum(), new.logp)[0][0] == 0
 
@@ -164,15 +163,6 @@ def test_a_pair_of_which_a_reward_is_missing_teaches_nothing(tmp_path, missing):
 
 
 # --- the preset ------------------------------------------------------------------------------------------------------
-def test_published_defaults():
-    method, plain = preset("rpo"), preset("diffusion_dpo")
-    assert method.loss.surrogate == Preference(2.0, similarity=1.0) and method.credit.shaping == BradleyTerry(1.0)
-    assert method.target.times == Stratified(4, shared=True)
-    assert method.credit.advantage == Advantage("batch", "rewards")
-    for name in ("selection", "kl", "plan"):
-        assert method.parts()[name] == plain.parts()[name]
-
-
 def test_recorded_pairs_or_no_similarity_are_accepted():
     for more in ({"parts.surrogate.similarity": 0}, {"preferences": "pairs.jsonl", "labels": "rewards"}):
         config = load(None, {"method": "rpo", "train.group": 2} | more)

@@ -37,11 +37,6 @@ def trainer(name: str, adapted=ALONE, **options):
     return made
 
 
-def weights(policy) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": value.clone() for name, module in policy.pipe.components.items()
-            if isinstance(module, torch.nn.Module) for key, value in module.state_dict().items()}
-
-
 def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
     told = report.report("StableDiffusionPipeline", Config(method=HOST["sd15"], precision="fp32", adapter={"rank": 4}))
     pipe = tiny.sd15()

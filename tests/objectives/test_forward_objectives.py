@@ -69,10 +69,16 @@ def test_goodness_by_hand():
     close(goodness(f64([-9.0, -5.0, 0.0, 1.0, 5.0, 9.0]), 5.0), [0.0, 0.0, 0.5, 0.6, 1.0, 1.0])
 
 
+def value(surrogate, advantage: list[float], new: Scored, old: Scored, group=None, reference=None, target=None,
+          time: float = 0.75) -> torch.Tensor:
+    """The surrogate's value of every sample, where no ratio has moved."""
+    read = noised(surrogate, advantage, new, old, group, reference, target, time)
+    return surrogate(torch.zeros(len(advantage), 1), column(advantage), read)
+
+
 # --- diffusion_nft ---------------------------------------------------------------------------------------------------
 def nft(surrogate, v, v_old, u, advantage: list[float], time: float = 0.75) -> torch.Tensor:
-    read = noised(surrogate, advantage, scored(v, u), scored(v_old, u), target=u, time=time)
-    return surrogate(torch.zeros(ROWS, 1), column(advantage), read)
+    return value(surrogate, advantage, scored(v, u), scored(v_old, u), target=u, time=time)
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.1])
@@ -185,17 +191,15 @@ def test_crds_gradient_is_that_of_the_whole_group():
 
 # --- diffusion_dpo ---------------------------------------------------------------------------------------------------
 def dpo(new: Scored, reference: Scored, advantage: list[float], beta: float = 20.0, group=None) -> torch.Tensor:
-    surrogate = Preference(beta)
-    read = noised(surrogate, advantage, new, new, group, reference)
-    return surrogate(torch.zeros(len(advantage), 1), column(advantage), read)
+    return value(Preference(beta), advantage, new, new, group, reference)
 
 
 def test_dpo_by_hand():
     """The better sample's error fell by 0.1 against the reference, the worse one's rose by 0.05: -beta/2 * -0.15."""
     new, reference = with_error([0.4, 0.65], grad=True), with_error([0.5, 0.6])
     loss = dpo(new, reference, [1.0, -1.0])
-    value, slope = math.log(1 + math.exp(-1.5)), 1 / (1 + math.exp(1.5))
-    close(loss.detach(), [[value], [value]])
+    expected, slope = math.log(1 + math.exp(-1.5)), 1 / (1 + math.exp(1.5))
+    close(loss.detach(), [[expected], [expected]])
     [found] = torch.autograd.grad(loss.mean(), new.logp)
     # d value / d e_w = beta/2 * slope, and the opposite for e_l; e = -2 logp.
     close(found, [[-2 * 10 * slope], [2 * 10 * slope]])
@@ -237,9 +241,7 @@ def test_pso_by_hand():
     new, reference = (Scored(column(values), torch.ones(len(values), 1, dtype=torch.bool))
                       for values in ([-1.0, -1.2, -0.7], [-1.1, -1.0, -1.1]))
     new.logp.requires_grad_()
-    surrogate, advantage = StepPreference(5.0), [1.0, -1.0, -1.0]
-    read = noised(surrogate, advantage, new, new, None, reference)
-    loss = surrogate(torch.zeros(3, 1), column(advantage), read)
+    loss = value(StepPreference(5.0), [1.0, -1.0, -1.0], new, new, None, reference)
     first, second, tie = (math.log(1 + math.exp(-5 * apart)) for apart in (0.3, -0.3, 0.0))
     close(loss.detach(), [[(first + second) / 2], [(first + tie) / 2], [(second + tie) / 2]])
     slopes = [5 / (1 + math.exp(5 * apart)) for apart in (0.3, -0.3)]  # of a pair's loss, by the better one's log-ratio

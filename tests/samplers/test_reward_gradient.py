@@ -203,14 +203,7 @@ def test_where_the_graph_begins():
     assert RandomLast(1.0, 0.0)(10, 0, 0).trained == (0,) and RandomLast(0.3, 0.0)(10, 0, 0).trained == (7,)
 
 
-def test_defaults():
-    refl, draft, alignprop = map(preset, PRESETS)
-    published = {refl: (LateStep(0.75), OneStep(), RewardAscent(2.0), FlowDDIM(0.0)),
-                 draft: (LastSteps(1), Unroll(), RewardAscent(), FlowDDIM(0.0)),
-                 alignprop: (RandomLast(0.16, 0.1), Unroll(checkpointing=True), RewardAscent(), FlowDDIM(1.0))}
-    for method, (plan, backprop, surrogate, kernel) in published.items():
-        assert (method.rollout.plan, method.rollout.kernel) == (plan, kernel)
-        assert (method.target.backprop, method.loss.surrogate) == (backprop, surrogate)
+def test_modifiers_beside_a_rewards_gradient():
     for name in PRESETS:
         assert preset("grpo_guard", name) == preset(name)
     assert preset("draft", "sol_rl").parts()["preview"] == preset("sol_rl", "draft").parts()["preview"] is not None
