@@ -116,9 +116,20 @@ WRONG: dict[str, list[Fields | tuple[Fields, str]]] = {
     "Explained": [({"template": "{prompt}{right}"}, "template has prompt, right, tries is 2")],
     "PreferencePairs": [({"source": {"type": "PassRate"}}, "its source is a file of pairs and it weighs no rewards")],
     "PicturePairs": [({"beta": 0.5}, "its source is a file of pairs and it weighs no rewards")],
-    "Expansion": [({"text": "no prompt"}, "Expansion: "), {"scale": -1.0}]}
+    "Expansion": [({"text": "no prompt"}, "Expansion: "), {"scale": -1.0}],
+    "Hints": [({"shares": [0.5, 0.25]}, "Hints: shares are [0.5, 0.25], expected rising"), {"after": 2.0},
+              ({"shares": [0.0]}, "Hints: shares are [0.0], expected rising"), ({"text": "{hint}"}, "Hints: text is")],
+    "DynamicSampling": [{"turns": 1}], "ExtraRollouts": [{"most": 0}],
+    "CategoryBandit": [{"temperature": 0.0}, {"window": -1}], "VarianceSampling": [{"share": 2.0}],
+    "PredictedDifficulty": [{"fresh": 2.0}, {"references": 0}], "InformationGain": [{"others": 2.0}],
+    "Retention": [{"keep": 0}], "OppositePairs": [{"share": 0.0}], "Knapsack": [{"each": 0}, {"keep": 2.0}],
+    "GradientVariance": [{"each": 0}, {"keep": 2.0}],
+    "ThompsonSampling": [{"candidates": 0}, {"target": 1.5}, {"keep": -0.1}, {"prior": 0.0}],
+    "Variations": [({"share": 0.0}, "Variations: share is"), ({"kept": 0}, "Variations: share is"),
+                   ({"template": "{prompt}"}, "Variations: share is")],
+    "Pooled": [({"scale": "batch"}, "Pooled: scale is 'batch', expected one of"), {"clamp": 0.0}]}
 # Their messages name the field alone.
-UNNAMED = {"Advantage", "VirtualBest", "SmoothStandardised"}
+UNNAMED = {"Advantage", "Pooled", "VirtualBest", "SmoothStandardised"}
 
 
 @pytest.mark.parametrize("name, row", [(name, row) for name, rows in WRONG.items() for row in rows])

@@ -95,6 +95,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (dict(method="reinflow", parts={"times": {"type": "GridTimes"}}), "reads no times"),
     (dict(method="reinflow", parts={}, train__pack=True), PACKED),
     (dict(method="reinflow"), "kernel LearnedNoise", "vp"),
+    (dict(parts={"kernel": {"type": "FlowSDE"}}), "kernel FlowSDE(level=0.7) is for flow matching", "vp"),
     # a reward's gradient
     (dict(method="draft+grpo_guard"), "got Guard, which reads latent edits or recorded steps"),
     (dict(method="draft", parts={"kl": {"weight": 0.1}}), "reads no kl: got parts.kl GaussianKL"),
@@ -136,6 +137,11 @@ REFUSED: list[tuple[Any, ...]] = [
         "spo_chain+disco", "gigpo+reg_grpo", "gigpo+gtpo")),
     *((dict(method=method), "a method of causal language models", "masks") for method in (
         "spo_chain", "spo_tree", "gigpo")),
+    # groups that are drawn again
+    (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is DynamicSampling"),
+    (dict(method="refl+dynamic_sampling"), "reads no redraw: got the preset dynamic_sampling"),
+    (dict(parts={"redraw": {"type": "AdditionalGroups"}}),
+     "AdditionalGroups reads the prior values of PriorBlend: set parts.advantage"),
     # guidance that the loss does not read
     (dict(parts=LOUD), "parts.expansion.scale is 3.0, the guidance of pipelines", "tokens"),
     (dict(parts={"expansion": {"type": "Expansion"}}), "parts.expansion changes nothing: set its text, key or scale"),

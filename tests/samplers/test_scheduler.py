@@ -34,13 +34,19 @@ def latents(pipe, scheduler=None, steps: int = STEPS, guidance: float = 1.0, see
         pipe.scheduler = stock
 
 
+def following(task: Segment, stock=None, x0: torch.Tensor | None = None, steps: int = 1, **asked):
+    """A policy scheduler that follows a task, by default of a flow, and its record."""
+    policy = PolicyScheduler.over(stock or FlowMatchEulerDiscreteScheduler())
+    record = policy.follow(task, x0)
+    policy.set_timesteps(steps, **asked)
+    return policy, record
+
+
 class Toy:
     """Drives a scheduler by hand with a velocity that depends on the state, without a pipeline."""
 
-    def __init__(self, task: Segment, dtype: torch.dtype = torch.float32, x0: torch.Tensor | None = None):
-        self.scheduler = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-        self.record = self.scheduler.follow(task, x0)
-        self.scheduler.set_timesteps(99)
+    def __init__(self, task: Segment, dtype: torch.dtype = torch.float32):
+        self.scheduler, self.record = following(task, steps=99)
         self.x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
         self.states, self.velocities = [self.x], []
         for t in self.scheduler.timesteps:
@@ -68,17 +74,14 @@ def test_it_is_of_the_stock_class_and_keeps_its_configuration():
 
 
 def test_timesteps_are_the_sigmas_of_the_segment_in_the_schedulers_unit():
-    policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler(num_train_timesteps=500))
-    policy.follow(Segment(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3)))
-    policy.set_timesteps(99, device="cpu", sigmas=[1.0], mu=0.3)
+    task, stock = Segment(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3)), FlowMatchEulerDiscreteScheduler(500)
+    policy, _ = following(task, stock, steps=99, device="cpu", sigmas=[1.0], mu=0.3)
     assert policy.timesteps.tolist() == [400.0, 250.0] and policy.num_inference_steps == 2
     assert policy.timesteps.dtype == torch.float32
 
 
 def test_an_object_is_returned_where_it_is_asked_for():
-    policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    policy.follow(Segment(torch.tensor([1.0, 0.5, 0.0]), range(2)))
-    policy.set_timesteps(2)
+    policy, _ = following(Segment(torch.tensor([1.0, 0.5, 0.0]), range(2)), steps=2)
     x, v = torch.ones(1, 2), torch.full((1, 2), 0.5)
     assert policy.step(v, policy.timesteps[0], x).prev_sample.tolist() == [[0.75, 0.75]]
     assert policy.step(v, policy.timesteps[1], x, return_dict=False)[0].tolist() == [[0.75, 0.75]]
@@ -88,9 +91,8 @@ def test_an_object_is_returned_where_it_is_asked_for():
                                            (CogVideoXDPMScheduler(clip_sample=False), (None, None))])
 def test_steps_of_two_values_give_the_next_state_twice(stock, behind):
     """behind: what the class's `step` takes before and after the timestep, beside the state."""
-    policy = PolicyScheduler.over(stock)
-    policy.follow(Segment(torch.tensor([0.36, 0.64, 1.0]), range(1), timesteps=torch.tensor([999, 499])))
-    policy.set_timesteps(1)
+    task = Segment(torch.tensor([0.36, 0.64, 1.0]), range(1), timesteps=torch.tensor([999, 499]))
+    policy, _ = following(task, stock)
     x, noise = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
     arguments = (*behind[:1], policy.timesteps[0], *behind[1:], x)
     after, again = policy.step(noise, *arguments, return_dict=False)
@@ -100,9 +102,7 @@ def test_steps_of_two_values_give_the_next_state_twice(stock, behind):
 
 
 def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
-    policy = PolicyScheduler.over(LCMScheduler(clip_sample=False))
-    record = policy.follow(Segment(torch.zeros(1), range(0)))
-    policy.set_timesteps(3)
+    policy, record = following(Segment(torch.zeros(1), range(0)), LCMScheduler(clip_sample=False), steps=3)
     assert policy.timesteps.tolist() == [0] and policy.num_inference_steps == 1
     x = torch.ones(1, 2)
     assert all(value is x for value in policy.step(torch.zeros(1, 2), policy.timesteps[0], x, return_dict=False))
@@ -154,16 +154,12 @@ def test_a_segment_may_bring_the_solvers_memory():
     grid, window = grids.shift_grid(6, 3.0), frozenset({0})
     whole = Toy(Segment(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, drawn_by()))
     memory = predict_x0(whole.states[2], whole.velocities[2], grid[2])
-    policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    policy.follow(Segment(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, drawn_by()), memory)
-    policy.set_timesteps(1)
+    policy, _ = following(Segment(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, drawn_by()), x0=memory)
     assert torch.equal(policy.step(whole.velocities[3], None, whole.states[3], return_dict=False)[0], whole.states[4])
 
 
 def test_a_replay_hands_back_the_output_with_its_graph_and_leaves_the_state():
-    policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    record = policy.follow(Segment(torch.tensor([1.0, 0.5, 0.0]), range(1), replay=True))
-    policy.set_timesteps(1)
+    policy, record = following(Segment(torch.tensor([1.0, 0.5, 0.0]), range(1), replay=True))
     x, v = torch.ones(1, 2), torch.ones(1, 2, requires_grad=True)
     out = policy.step(v * 2, policy.timesteps[0], x, return_dict=False)[0]
     assert out is x and record.output.requires_grad and not record.logp
@@ -173,9 +169,7 @@ def test_a_replay_hands_back_the_output_with_its_graph_and_leaves_the_state():
                                           (UniPCMultistepScheduler(prediction_type="flow_prediction",
                                                                    use_flow_sigmas=True), "cpu")])
 def test_sigmas_are_where_the_stock_class_has_them(stock, place):
-    scheduler = PolicyScheduler.over(stock)
-    scheduler.follow(Segment(torch.tensor([0.9, 0.5, 0.0]), range(2)))
-    scheduler.set_timesteps(2, device="meta")
+    scheduler, _ = following(Segment(torch.tensor([0.9, 0.5, 0.0]), range(2)), stock, steps=2, device="meta")
     stock.set_timesteps(2, device="meta")
     assert scheduler.sigmas.device.type == stock.sigmas.device.type == place
     assert scheduler.timesteps.device.type == "meta"

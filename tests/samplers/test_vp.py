@@ -42,12 +42,13 @@ from flowgrpo.samplers.kernels import (
 )
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
-from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import report
 from flowgrpo.tools.check.tiny.unets import lcm
 from tests.helpers import tiny
 from tests.helpers.refusals import message
 from tests.helpers.tables import rounding
+from tests.samplers.test_scheduler import following
 
 STEPS = 5
 PNDM = tiny.pndm()
@@ -162,20 +163,16 @@ def test_other_processes_are_refused(scheduler):
 # --- the scheduler ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stock", SCHEDULERS)
 def test_whatever_the_stock_class_the_state_is_not_scaled(stock):
-    policy, x = PolicyScheduler.over(stock), torch.ones(1, 2)
+    (grid, timesteps), x = alpha_bars(stock, STEPS), torch.ones(1, 2)
+    policy, _ = following(Segment(grid, range(1, 3), timesteps=timesteps), stock, steps=99, device="cpu")
     assert policy.init_noise_sigma == 1 and policy.scale_model_input(x, 3) is x and isinstance(policy, type(stock))
-    grid, timesteps = alpha_bars(stock, STEPS)
-    policy.follow(Segment(grid, range(1, 3), timesteps=timesteps))
-    policy.set_timesteps(99, device="cpu")
     assert torch.equal(policy.timesteps, timesteps[1:3]) and policy.num_inference_steps == 2
 
 
 @pytest.mark.parametrize("stock", [PNDM, DDIM_V])
 def test_a_replay_hands_back_the_noise_with_its_graph(stock):
-    policy = PolicyScheduler.over(stock)
     task = Segment(torch.tensor([0.36, 0.64, 1.0]), range(1), replay=True, timesteps=torch.tensor([3, 1]))
-    record = policy.follow(task)
-    policy.set_timesteps(1)
+    policy, record = following(task, stock)
     x, output = torch.tensor([[2.0, -1.0]]), torch.tensor([[0.5, 1.0]], requires_grad=True)
     assert policy.step(output, policy.timesteps[0], x, return_dict=False)[0] is x
     record.output.sum().backward()
@@ -188,9 +185,7 @@ def test_deterministic_steps_are_ddims_and_remember_the_data():
     # x = 0.6 x0 + 0.8 noise, so that 0.8 x0 + 0.6 noise comes next
     x0, noise = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
     task = Segment(torch.tensor([0.36, 0.64]), range(1), timesteps=torch.tensor([7]))
-    policy = PolicyScheduler.over(PNDM)
-    policy.follow(task)
-    policy.set_timesteps(1)
+    policy, _ = following(task, PNDM)
     after = policy.step(noise, policy.timesteps[0], 0.6 * x0 + 0.8 * noise).prev_sample
     torch.testing.assert_close(after, 0.8 * x0 + 0.6 * noise)
     torch.testing.assert_close(task.predict_x0(0.6 * x0 + 0.8 * noise, noise, 0), x0)
@@ -260,9 +255,7 @@ def test_all_noise_is_fresh_at_level_1_and_none_at_level_0():
 def test_a_terminal_signal_of_zero_steps_as_the_stock_scheduler():
     x, v = torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(4))
     grid, timesteps = alpha_bars(ZERO_SNR, 4)
-    policy = PolicyScheduler.over(ZERO_SNR)
-    policy.follow(Segment(grid, range(1), timesteps=timesteps))
-    policy.set_timesteps(1)
+    policy, _ = following(Segment(grid, range(1), timesteps=timesteps), ZERO_SNR)
     ours = policy.step(v, policy.timesteps[0], x, return_dict=False)[0]
     ZERO_SNR.set_timesteps(4)
     stock = ZERO_SNR.step(v, timesteps[0], x, return_dict=False)[0]
@@ -366,11 +359,6 @@ def test_a_method_of_flows_takes_ddim_and_says_so(name):
     assert "kernel FlowSDE" in told or "kernel DanceSDE" in told
     assert describe_substitutes(settings, resolve(settings, "flow")) is None
     assert describe_substitutes(tiny.config(method="ddpo"), resolve(tiny.config(method="ddpo"), "vp")) is None
-
-
-def test_a_run_is_refused_before_it_starts():
-    with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching"):
-        tiny.trainer(vp_policy(), method="mix_grpo", parts__kernel={"type": "FlowSDE"})
 
 
 # --- check -----------------------------------------------------------------------------------------------------------
