@@ -14,6 +14,7 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
 from flowgrpo.types import Scored
+from tests.helpers.tiny import stir  # noqa: F401 the tests read it here
 
 PROMPTS = ["1+2=", "33+4=", "5;66=", "7+8=", "90;1=", "2+2="]
 ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
@@ -97,12 +98,3 @@ def trainer(own: CausalLM | None = None, rewards=None, **options: Any) -> Traine
     own = own or CausalLM(*model(), settings.adapter, settings.text)
     return Trainer(settings, Accelerator(cpu=True), own, rewards or {"short": short},
                    ([Prompt(text) for text in PROMPTS], []))
-
-
-def stir(own: CausalLM, scale: float = 0.1) -> CausalLM:
-    """Move the trained weights off their start, where a LoRA is the base."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in own.weights.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
-    return own

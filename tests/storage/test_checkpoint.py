@@ -12,7 +12,7 @@ from flowgrpo.storage import checkpoint, manifest
 from flowgrpo.storage.checkpoint import newest_whole
 from flowgrpo.storage.places import checkpoints, foreign
 from flowgrpo.training import state
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 
 
 def save(folder, epoch, keep=2, value=1.0):
@@ -56,11 +56,9 @@ def test_half_a_checkpoint_is_never_seen(tmp_path):
 def test_a_broken_one_is_told(tmp_path, file):
     path = save(tmp_path, 5)
     (path / file).write_bytes(b"{")
-    with pytest.raises(UserError, match="epoch-00005 cannot be read.*: no earlier one is there, begin anew without"):
-        checkpoint.load(path)
+    refused("epoch-00005 cannot be read.*: no earlier one is there, begin anew without", checkpoint.load, path)
     save(tmp_path, 4)
-    with pytest.raises(UserError, match="epoch-00005 cannot be read.*: remove it to go on from epoch-00004"):
-        checkpoint.load(path)
+    refused("epoch-00005 cannot be read.*: remove it to go on from epoch-00004", checkpoint.load, path)
 
 
 def optimizer(seed: int, steps: int = 0) -> torch.optim.Optimizer:
@@ -131,8 +129,7 @@ def test_a_shard_that_is_missing_is_told(tmp_path):
     _, path = sharded(tmp_path)
     (path / "shard-00001-of-00003.safetensors").unlink()
     for read in (checkpoint.load, checkpoint.shapes):
-        with pytest.raises(UserError, match="epoch-00001 cannot be read .*shard.*begin anew"):
-            read(path)
+        refused("epoch-00001 cannot be read .*shard.*begin anew", read, path)
 
 
 def test_a_shard_that_another_disk_would_get_is_told(tmp_path):
@@ -174,9 +171,11 @@ UNSIGNED = {  # of an older run, without a manifest: what the form of the files 
     "missing key": "state.json has None under 'epoch'", "list": "state.json holds a list, expected an object"}
 
 
+TENSORS = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
+
+
 def saved(folder, epoch):
-    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
-    return checkpoint.save(folder, epoch, tensors, {"epoch": epoch, "update": epoch}, 3)
+    return checkpoint.save(folder, epoch, TENSORS, {"epoch": epoch, "update": epoch}, 3)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -196,33 +195,24 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, kind):
     assert (tmp_path / "epoch-00002.damaged.2").is_dir() and foreign(tmp_path) == []
 
 
-@pytest.mark.parametrize("changed, why", [
-    ({"epoch": -3}, "state.json has -3 under 'epoch'"), ({"epoch": "one"}, "has one under 'epoch'"),
-    ({"epoch": True}, "has True under 'epoch'"), ({"epoch": 1}, "has 1 under 'epoch'"),
-    ({"update": "five"}, "has five under 'update'"), ({"seconds": float("nan")}, "has nan under 'seconds'"),
-    ({"memory": []}, "has [] under 'memory'"), ({"micro_batch": 4}, "has 4 under 'micro_batch'")])
-def test_edited_values_are_damage_also_under_a_manifest(tmp_path, changed, why):
-    """As one that a user edited, and whose manifest was written anew."""
-    values = {"update": 2, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,
-              "rollout_evaluations": 0, "saved_evaluations": 0}
-    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
-    for epoch in (1, 2):
-        checkpoint.save(tmp_path, epoch, tensors, {"epoch": epoch} | values | (changed if epoch == 2 else {}), 3)
+VALUES = {"update": 2, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,
+          "rollout_evaluations": 0, "saved_evaluations": 0}
+
+
+@pytest.mark.parametrize("values, tensors, why", [
+    *((changed, {}, f"state.json has {why}") for changed, why in (
+        ({"epoch": -3}, "-3 under 'epoch'"), ({"epoch": "one"}, "one under 'epoch'"),
+        ({"epoch": True}, "True under 'epoch'"), ({"epoch": 1}, "1 under 'epoch'"),
+        ({"update": "five"}, "five under 'update'"), ({"seconds": float("nan")}, "nan under 'seconds'"),
+        ({"memory": []}, "[] under 'memory'"), ({"micro_batch": 4}, "4 under 'micro_batch'"))),
+    ({}, {"weights/a": torch.ones(2, 3, dtype=torch.int64)}, "weights/a is of I64"),
+    ({}, {"optimizer/1.step": torch.ones(1)}, "the optimizer's state lacks 0.step")])
+def test_what_a_user_edited_is_damage_also_under_a_manifest_that_was_written_anew(tmp_path, values, tensors, why):
+    for epoch, *changed in ((1, {}, {}), (2, values, tensors)):
+        checkpoint.save(tmp_path, epoch, TENSORS | changed[1], {"epoch": epoch} | VALUES | changed[0], 3)
     lines = []
     assert newest_whole(tmp_path, lines.append, state.REQUIRED) == tmp_path / "epoch-00001"
     assert why in lines[0] and len(lines) == 1
-
-
-@pytest.mark.parametrize("changed, why", [
-    ({"weights/a": torch.ones(2, 3, dtype=torch.int64)}, "weights/a is of I64"),
-    ({"optimizer/1.step": torch.ones(1)}, "the optimizer's state lacks 0.step")])
-def test_edited_tensors_are_damage_also_under_a_manifest(tmp_path, changed, why):
-    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
-    for epoch in (1, 2):
-        checkpoint.save(tmp_path, epoch, tensors | (changed if epoch == 2 else {}), {"epoch": epoch}, 3)
-    lines = []
-    assert newest_whole(tmp_path, lines.append, {"epoch": int}) == tmp_path / "epoch-00001"
-    assert why in lines[0]
 
 
 @pytest.mark.parametrize("kind", UNSIGNED)
