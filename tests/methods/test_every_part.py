@@ -25,6 +25,7 @@ from flowgrpo.rollouts.targets import TARGETS
 from flowgrpo.samplers.noised_finals import GridTimes, Stratified
 from flowgrpo.text.targets import Completions, ImageTokens, RecordedCompletions, RelaxedTraces, TextGeneration, Traces
 from tests.helpers import tiny, tiny_runs, tiny_text
+from tests.helpers.refusals import refused
 
 OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()
 OF_TEXTS = Completions(), ImageTokens(), Traces(), RelaxedTraces(), RecordedCompletions()
@@ -53,8 +54,7 @@ def test_fields_of_groups_have_different_names():
 def test_a_part_is_replaced_wherever_it_stands_and_whole_groups_come_first():
     method = Method().having(times=Stratified(2), target=NoisedFinals(), roots=1)
     assert (method.target, method.rollout.roots) == (NoisedFinals(Stratified(2)), 1)
-    with pytest.raises(ValueError, match="a method that trains recorded steps reads no times"):
-        Method().having(times=GridTimes())
+    refused("a method that trains recorded steps reads no times", Method().having, times=GridTimes(), error=ValueError)
 
 
 def test_a_recipe_names_the_target_and_its_parts():

@@ -16,7 +16,6 @@ from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.config.parse import load
 from flowgrpo.config.yaml_text import Loader
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
 from flowgrpo.methods.overlay import preset_and_parts, with_parts
 from flowgrpo.methods.validate import resolve
@@ -26,7 +25,7 @@ from flowgrpo.training import sampling
 from flowgrpo.types import Context
 from flowgrpo.user_code import from_file
 from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import message, refused
 from tests.helpers.tables import close, f64
 
 ROOT = Path(__file__).parents[2]
@@ -212,8 +211,7 @@ def test_mistakes_are_one_line(parts, line):
 
 def test_a_preset_that_raises_or_returns_no_method_is_told(files):
     (files / "broken.py").write_text("def wrong(method):\n    return method.plan\n")
-    with pytest.raises(UserError, match=r"method broken.py:wrong: AttributeError: .*\(broken.py, line 2\)"):
-        preset("flow_grpo+broken.py:wrong")
+    refused(r"method broken.py:wrong: AttributeError: .*\(broken.py, line 2\)", preset, "flow_grpo+broken.py:wrong")
     (files / "forgets.py").write_text("def change(method):\n    method.having(roots=1)\n")
     assert "method forgets.py:change: returned a NoneType, expected a method" in message(
         preset, "flow_grpo+forgets.py:change")

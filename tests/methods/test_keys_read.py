@@ -15,6 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
 from tests.helpers import loop, tiny
+from tests.helpers.refusals import refused
 
 KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM, build.IMAGE_TOKENS)
 # A value other than the default.
@@ -159,8 +160,7 @@ def test_a_text_run_reads_where_reward_models_wait():
 @pytest.mark.parametrize("key, value", [("limit", {"at_most": 0.1}), ("transform", ["rank"])])
 def test_training_keys_of_a_reward_that_is_only_measured_are_refused(key, value):
     beside = DPO | {"reward": {"sharpness": {key: value}, "scene": 1.0}}
-    with pytest.raises(UserError, match=f"^reward.sharpness.{key} is set, but labels is 'file'"):
-        measured(beside)
+    refused(f"^reward.sharpness.{key} is set, but labels is 'file'", measured, beside)
     measured(DPO | {"reward": {"sharpness": 0.1}})
     measured(beside | {"labels": "rewards"})
 

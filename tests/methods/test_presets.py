@@ -14,10 +14,9 @@ from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Branches, EachStep, Sliding, TreeWindow
 from flowgrpo.samplers.preview import Preview, contrasting
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.optimizer import decisions
-from tests.helpers import loop, tiny
+from tests.helpers import loop, tiny, tiny_runs
 from tests.helpers.refusals import message
 
 # What a preset needs beside the six steps and four samples of tests/helpers/tiny.py: room for its splits.
@@ -57,9 +56,8 @@ def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
     credited(trainer, parts, conditioning, grouped[0])
     trainer.epoch = 1
     trainer.progress.saved_counters = state.counters(trainer)
-    state.save(trainer, tmp_path)
     again = made("ddpo", parts__advantage__least=8)
-    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
+    tiny_runs.resume(trainer, again, tmp_path)
     assert again.epoch == 1 and again.memory == trainer.memory
     # The eight rewards 1 to 8 have mean 4.5 and variance 5.25; 0, 0, 2, 2 and four ones have mean 1 and variance 1/2.
     expected = torch.tensor([[(r - 4.5) / 5.25**0.5 for r in second[0]], [0, 0, 0, 0]])

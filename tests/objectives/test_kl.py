@@ -14,12 +14,11 @@ from flowgrpo.samplers.growth import score
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Gaussian, RunState, Scored
-from tests.helpers import loop, tiny, updates
+from tests.helpers import loop, tiny, tiny_runs, updates
 from tests.helpers.refusals import message
 from tests.helpers.tables import draw
 
@@ -220,17 +219,15 @@ def test_a_run_without_a_kl_measures_none():
 
 def test_the_weight_follows_the_kl_that_was_measured_even_after_a_checkpoint(tmp_path):
     recipe = parts_of(weight=0.04, schedule={"type": "Adaptive", "target": 1e-9})
-    trainer, found = stirred(recipe, train__epochs=3), []
+    trainer, again, found = stirred(recipe, train__epochs=3), stirred(recipe, train__epochs=3), []
     for trainer.epoch in range(3):
         if trainer.epoch == 2:
             trainer.progress.saved_counters = state.counters(trainer)
-            state.save(trainer, tmp_path)
+            tiny_runs.resume(trainer, again, tmp_path)
         found.append(trainer.run_epoch())
     assert [metrics["kl_weight"] for metrics in found] == pytest.approx([0.04, 0.08, 0.16])
     assert all(metrics["kl"] > 1.5e-9 for metrics in found)
     assert trainer.memory["kl"] == {"weight": 0.16, "measured": found[2]["kl"]}
-    again = stirred(recipe, train__epochs=3)
-    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
     assert again.epoch == 2 and again.run_epoch()["kl_weight"] == 0.16
 
 

@@ -9,7 +9,7 @@ from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, WeightAver
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.endings import save_whole
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 from tests.helpers.refusals import message
 
 PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "PreviousPolicy", "every": 2},
@@ -155,14 +155,11 @@ def test_an_adapter_that_has_not_moved_is_at_any_reference():
 
 @pytest.mark.fast
 def test_old_is_the_policy_at_the_start_of_the_epoch():
-    trainer = made({"type": "PreviousPolicy"}, train__epochs=3)
-    for trainer.epoch in range(3):
-        assert trainer.run_epoch()["kl"] == 0  # one update per epoch, before which the two are the same
+    found = tiny_runs.epochs(made({"type": "PreviousPolicy"}, train__epochs=3), 3)
+    assert [each["kl"] for each in found] == [0, 0, 0]  # one update per epoch, before which the two are the same
     assert made({"type": "PreviousPolicy"}, train__updates=2).run_epoch()["kl"] > 1e-9
-    trainer, found = made({"type": "PreviousPolicy", "every": 2}, train__epochs=3), []
-    for trainer.epoch in range(3):
-        found.append(trainer.run_epoch()["kl"])
-    assert found[0] == found[2] == 0 and found[1] > 1e-9
+    found = tiny_runs.epochs(made({"type": "PreviousPolicy", "every": 2}, train__epochs=3), 3)
+    assert found[0]["kl"] == found[2]["kl"] == 0 and found[1]["kl"] > 1e-9
 
 
 def test_the_average_follows_the_weights_at_the_end_of_every_epoch():
@@ -183,8 +180,7 @@ def test_a_run_stays_at_the_soup_of_two_runs(tmp_path):
     models = [str(tmp_path / "0"), str(tmp_path / "1")]
     trainer = made({"type": "Soup", "models": models}, train__epochs=2)
     first = trainer.kl_reference.snapshots
-    for trainer.epoch in range(2):
-        assert trainer.run_epoch()["kl"] > 0
+    assert all(each["kl"] > 0 for each in tiny_runs.epochs(trainer, 2))
     assert trainer.kl_reference.snapshots is first and len(first) == 1
     of_one = made({"type": "Soup", "models": models[:1]})  # a LoRA's soup of one is that LoRA
     torch.testing.assert_close(of_one.kl_reference.snapshots[0], tiny.stir(tiny.policy(), 0.2).weights.snapshot())
@@ -193,11 +189,7 @@ def test_a_run_stays_at_the_soup_of_two_runs(tmp_path):
 def test_every_reference_gives_a_loss_of_its_own():
     found = []
     for reference in ({"type": "Base"}, PARTS["ema"], {"type": "PreviousPolicy"}, PARTS["soup"]):
-        trainer = made(reference, kl={"weight": 1.0}, train__epochs=2)
-        losses = []
-        for trainer.epoch in range(2):
-            losses.append(trainer.run_epoch()["loss"])
-        found.append(losses[-1])
+        found.append(tiny_runs.epochs(made(reference, kl={"weight": 1.0}, train__epochs=2), 2)[-1]["loss"])
     assert all(abs(a - b) > 1e-7 for i, a in enumerate(found) for b in found[:i])
 
 
@@ -217,10 +209,10 @@ def test_a_resumed_run_holds_to_the_same_to_the_last_bit(reference, tmp_path):
     for again.epoch in (2, 3):
         repeated = again.run_epoch()
     assert {key: value for key, value in repeated.items() if "seconds" not in key} == metrics
-    assert again.memory == trainer.memory and len(again.kl_reference.snapshots) == len(trainer.kl_reference.snapshots)
+    assert again.memory == trainer.memory
     for ours, theirs in zip([again.policy.weights.snapshot(), *again.kl_reference.snapshots],
-                            [trainer.policy.weights.snapshot(), *trainer.kl_reference.snapshots]):
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+                            [trainer.policy.weights.snapshot(), *trainer.kl_reference.snapshots], strict=True):
+        tiny_runs.assert_same_weights(ours, theirs)
 
 
 def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
@@ -232,8 +224,7 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
         state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
         assert len(again.kl_reference.snapshots) == kept
         if kept:
-            now = again.policy.weights.snapshot()
-            assert all(torch.equal(again.kl_reference.snapshots[0][key], now[key]) for key in now)
+            tiny_runs.assert_same_weights(again.kl_reference.snapshots[0], again)
             state.save(again, tmp_path)  # which the second one passes over
 
 

@@ -21,34 +21,10 @@ from flowgrpo.text.losses import RewardLabels
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, Transitions
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
+from tests.objectives.test_text_objectives import GROUP, MASK, reduced, scored
 
-MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
-GROUP = torch.tensor([0, 0, 0, 1, 1])
 REWARD = f64([1, 0, 0.25, 0, 1])
 CENTRED = REWARD - f64([1.25 / 3] * 3 + [0.5] * 2)
-
-
-def scored(seed: int) -> Scored:
-    return Scored((-1 + 0.3 * draw(5, 4, seed=seed)) * MASK, MASK)
-
-
-def of_texts(part: RewardLabels, log_ratio, reduction, rows=(slice(0, 5),)) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reduced loss of five completions in two groups, and its gradient by log p."""
-    new, old, base = scored(1), scored(2), scored(3)
-    new.logp.requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    def batch(at, peers=None):
-        mine = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
-        return CompletionBatch(mine[0], mine[1], log_ratio(mine[0], mine[1]), torch.arange(5)[at],
-                               torch.zeros(5, 4).long(), MASK, mine[2], peers, measure=log_ratio)
-    peers = GroupStatistics(part.statistic(batch(slice(0, 5))).detach(), REWARD, GROUP)
-    for at in rows:
-        piece = batch(at, peers)
-        loss = reduce_loss(part(piece.log_ratio, REWARD[at, None], piece), reduction(piece.new.mask),
-                           reduction.count(MASK))
-        loss.backward()
-        total += loss.detach()
-    return total, new.logp.grad
 
 
 def written_out(loss, whole: bool, reference: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +58,11 @@ def test_rewards_as_labels_have_the_groups_cross_entropy_and_its_gradient(loss, 
     ratio, reduction = (CompletionRatio(), SequenceSum()) if whole else (PlainRatio(), SequenceMean())
     assert part.reads_reference == reference
     value, gradient = written_out(loss, whole, reference)
-    found, pushed = of_texts(part, ratio, reduction)
+    found, pushed = reduced(part, ratio, reduction, REWARD)
     torch.testing.assert_close(pushed, gradient, rtol=0, atol=1e-12)
     if not whole:  # a sum over tokens counts a row's value once per token
         torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
-    _, pieces = of_texts(part, ratio, reduction, (slice(0, 2), slice(2, 4), slice(4, 5)))
+    _, pieces = reduced(part, ratio, reduction, REWARD, (slice(0, 2), slice(2, 4), slice(4, 5)))
     torch.testing.assert_close(pieces, gradient, rtol=0, atol=1e-12)
 
 

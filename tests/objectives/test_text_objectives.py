@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.baselines import Correctness, Signed
-from flowgrpo.objectives.ratios import CompletionRatio
+from flowgrpo.objectives.ratios import CompletionRatio, PlainRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduce_loss
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
@@ -27,24 +27,31 @@ GROUP = torch.tensor([0, 0, 0, 1, 1])
 RIGHT = f64([2 / 3, -1 / 3, -1 / 3, 0.5, -0.5])
 
 
-def scored(seed: int, scale: float = 0.3) -> Scored:
-    return Scored((-1 + scale * draw(5, 4, seed=seed)) * MASK, MASK)
+def scored(seed: int) -> Scored:
+    return Scored((-1 + 0.3 * draw(5, 4, seed=seed)) * MASK, MASK)
 
 
-def gradient(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5),), scale=0.3) -> torch.Tensor:
-    """Of the reduced loss, taken in pieces `rows`, by log p."""
-    new, old, base = scored(1, scale), scored(2, scale), scored(3, scale)
+def reduced(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5),)) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reduced loss, taken in pieces `rows`, and its gradient by log p."""
+    new, old, base = (scored(seed) for seed in (1, 2, 3))
     new.logp.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
     def compared(at, peers=None):
         own = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
         return CompletionBatch(own[0], own[1], log_ratio(own[0], own[1]), torch.arange(5)[at], torch.zeros(5, 4).long(),
-                               MASK, own[2], peers)
+                               MASK, own[2], peers, measure=log_ratio)
     peers = GroupStatistics(surrogate.statistic(compared(slice(0, 5))).detach(), advantage, GROUP)
     for at in rows:
         piece = compared(at, peers)
         loss = surrogate(piece.log_ratio, advantage[at, None], piece)
-        reduce_loss(loss, reduction(piece.new.mask), reduction.count(MASK)).backward()
-    return new.logp.grad
+        loss = reduce_loss(loss, reduction(piece.new.mask), reduction.count(MASK))
+        loss.backward()
+        total += loss.detach()
+    return total, new.logp.grad
+
+
+def gradient(*arguments, **options) -> torch.Tensor:
+    return reduced(*arguments, **options)[1]
 
 
 def mean(values):
@@ -52,9 +59,9 @@ def mean(values):
     return (values * MASK).sum(1) / MASK.sum(1)
 
 
-def written_out(loss, scale=0.3) -> torch.Tensor:
+def written_out(loss) -> torch.Tensor:
     """The gradient of loss(new, old, base), log-probabilities [5, 4], summed over groups."""
-    new, old, base = (scored(seed, scale).logp for seed in (1, 2, 3))
+    new, old, base = (scored(seed).logp for seed in (1, 2, 3))
     new.requires_grad_()
     loss(new, old, base).backward()
     return new.grad
@@ -132,8 +139,7 @@ def test_discos_gradient_is_that_of_the_groups_losses(score, temperature, delta)
             over = (mean(old - new)[own].mean() - delta).clamp(min=0)
             total += len(own) * (worst - scores[right].mean() + 50 * over.square())
         return total / 5
-    found = gradient(Discriminative(score, temperature, 50.0, delta), lambda new, old: new.logp - old.logp,
-                     SequenceMean())
+    found = gradient(Discriminative(score, temperature, 50.0, delta), PlainRatio(), SequenceMean())
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
@@ -161,9 +167,9 @@ def test_right_completions_are_weighted_by_their_advantages():
 
 
 def test_within_its_trust_region_disco_has_no_penalty():
-    free = gradient(Discriminative(beta=0), lambda new, old: new.logp - old.logp, SequenceMean())
-    far = gradient(Discriminative(delta=9.0), lambda new, old: new.logp - old.logp, SequenceMean())
-    near = gradient(Discriminative(delta=0.0), lambda new, old: new.logp - old.logp, SequenceMean())
+    free = gradient(Discriminative(beta=0), PlainRatio(), SequenceMean())
+    far = gradient(Discriminative(delta=9.0), PlainRatio(), SequenceMean())
+    near = gradient(Discriminative(delta=0.0), PlainRatio(), SequenceMean())
     assert torch.equal(free, far) and not torch.equal(free, near)
 
 
@@ -201,7 +207,7 @@ def test_trpas_gradient_is_that_of_the_groups_pairs():
         pairs = torch.stack([-torch.nn.functional.logsigmoid(2.5 * 2 * (apart[0] - apart[j])) for j in (1, 2)])
         moved = new - old
         return (3 * pairs.mean() + 0.7 * mean(moved.exp() - 1 - moved).sum()) / 5
-    found = gradient(PairwisePreference(2.0, 2.5, 0.7), lambda new, old: new.logp - old.logp, SequenceMean(), advantage)
+    found = gradient(PairwisePreference(2.0, 2.5, 0.7), PlainRatio(), SequenceMean(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
@@ -212,15 +218,14 @@ def test_of_trpas_pairs_those_below_the_best_level_count_once():
         pairs = [-torch.nn.functional.logsigmoid(scale * (apart[i] - apart[j]))
                  for i, j, scale in ((0, 1, 2.5), (0, 2, 2.5), (1, 2, 1.0))]
         return 3 * torch.stack(pairs).mean() / 5
-    found = gradient(PairwisePreference(1.0, trust=0.0), lambda new, old: new.logp - old.logp, SequenceMean(),
-                     advantage)
+    found = gradient(PairwisePreference(1.0, trust=0.0), PlainRatio(), SequenceMean(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("surrogate, log_ratio, reduction", [
-    (Discriminative(), lambda new, old: new.logp - old.logp, SequenceMean()),
+    (Discriminative(), PlainRatio(), SequenceMean()),
     (Regressed(), CompletionRatio(), SequenceSum()),
-    (PairwisePreference(1.0), lambda new, old: new.logp - old.logp, SequenceMean())])
+    (PairwisePreference(1.0), PlainRatio(), SequenceMean())])
 def test_pieces_of_groups_have_the_gradient_of_whole_ones(surrogate, log_ratio, reduction):
     whole = gradient(surrogate, log_ratio, reduction)
     pieces = gradient(surrogate, log_ratio, reduction, rows=(slice(0, 2), slice(2, 4), slice(4, 5)))

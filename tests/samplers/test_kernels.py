@@ -30,17 +30,13 @@ from flowgrpo.samplers.kernels import (
     predict_x0,
     scale_noise,
 )
-from tests.helpers.refusals import message
-from tests.helpers.tables import draw, stock
+from tests.helpers.refusals import message, refused
+from tests.helpers.tables import draw, f64, stock
 
 F64 = torch.float64
 FLOW = [FlowSDE, DanceSDE, CPS, FlowDDIM]
 SOLVERS = [Euler(), DPMSolver2M()]
 KERNELS = [ODE(), *(kernel() for kernel in FLOW), DDIM()]
-
-
-def scalars(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def grid_of(kernel) -> torch.Tensor:
@@ -69,21 +65,21 @@ DDIM_STD = 0.7 * math.sqrt(1 - (0.7 * 0.2 / (0.8 * 0.3)) ** 2)
     (FlowSDE(0.7), (1.0, 0.96), 0.735, 0.7, (0.735, 0.7))])
 def test_published_vectors(kernel, grid, mean, std, published):
     x = torch.ones(1, dtype=F64)
-    step = kernel(x, x / 2, scalars(*grid), 0)
+    step = kernel(x, x / 2, f64([*grid]), 0)
     assert step.mean.item() == pytest.approx(mean, abs=1e-12) == pytest.approx(published[0], abs=5e-8)
     assert step.std.item() == pytest.approx(std, abs=1e-12) == pytest.approx(published[1], abs=5e-8)
 
 
 def test_published_log_prob():
     x, half = torch.ones(1, dtype=F64), torch.full((1,), 0.5, dtype=F64)
-    step = FlowSDE(0.7)(x, half, scalars(0.8, 0.7), 0)
+    step = FlowSDE(0.7)(x, half, f64([0.8, 0.7]), 0)
     assert log_prob(step, sample(step, half)).item() == pytest.approx(-0.2291182, abs=5e-8)
 
 
 def test_dance_in_its_own_score_form():
     x, v, level = draw(4), draw(4, seed=1), 0.3
     score = -(x - 0.2 * (x - 0.8 * v)) / 0.64
-    step = DanceSDE(level)(x, v, scalars(0.8, 0.7), 0)
+    step = DanceSDE(level)(x, v, f64([0.8, 0.7]), 0)
     torch.testing.assert_close(step.mean, x - 0.1 * v + level**2 / 2 * score * 0.1, rtol=0, atol=1e-12)
 
 
@@ -220,19 +216,18 @@ def test_a_scaled_kernel_has_a_multiple_of_its_noise(kernel, half):
 
 
 def test_cps_is_scaled_in_its_angle():
-    x, grid = draw(1), scalars(0.8, 0.7)
+    x, grid = draw(1), f64([0.8, 0.7])
     std = scale_noise(CPS(0.8), 0.5)(x, x, grid, 0).std.item()
     assert std == pytest.approx(0.7 * math.sin(0.2 * math.pi), abs=1e-12)
 
 
 def test_noise_scaled_out_of_its_range_is_refused():
     for kernel, factor in ((CPS(0.8), 2), (FlowDDIM(0.6), 2), (FlowSDE(0.7), -1)):
-        with pytest.raises(ValueError, match=f"{type(kernel).__name__}: (level|eta) is"):
-            scale_noise(kernel, factor)
+        refused(f"{type(kernel).__name__}: (level|eta) is", scale_noise, kernel, factor, error=ValueError)
 
 
 def test_ddim_without_noise_is_the_deterministic_ddim_step():
-    x, eps, alphas = draw(2, 3), draw(2, 3, seed=1), scalars(0.36, 0.64)
+    x, eps, alphas = draw(2, 3), draw(2, 3, seed=1), f64([0.36, 0.64])
     step = DDIM(0.0)(x, eps, alphas, 0)
     torch.testing.assert_close(step.mean, 0.8 * (x - 0.8 * eps) / 0.6 + 0.6 * eps, rtol=0, atol=1e-12)
     assert step.std == 0
@@ -240,7 +235,7 @@ def test_ddim_without_noise_is_the_deterministic_ddim_step():
 
 def test_the_guard_at_sigma_one_is_in_g_alone_and_nowhere_else():
     x, v = draw(4), draw(4, seed=1)
-    grid = scalars(1, 0.96, 0.9, 0)
+    grid = f64([1, 0.96, 0.9, 0])
     # g(1) = 0.7 sqrt(1 / 0.04) = 3.5; the other sigmas keep the value 1, so the predicted noise is x itself.
     first = FlowSDE(0.7)(x, v, grid, 0)
     torch.testing.assert_close(first.mean, x - 0.04 * v - 3.5**2 * 0.04 / 2 * x, rtol=0, atol=1e-12)
@@ -251,11 +246,11 @@ def test_the_guard_at_sigma_one_is_in_g_alone_and_nowhere_else():
 @pytest.mark.parametrize("start", [0.999999, 0.9997])
 def test_a_start_a_hair_below_one_is_taken_as_one(start):
     x, v = draw(4), draw(4, seed=1)
-    near, one = (FlowSDE(0.7)(x, v, scalars(first, 0.96, 0.9, 0), 0) for first in (start, 1))
+    near, one = (FlowSDE(0.7)(x, v, f64([first, 0.96, 0.9, 0]), 0) for first in (start, 1))
     assert near.std.item() == pytest.approx(one.std.item(), rel=0.01)
     torch.testing.assert_close(near.mean, one.mean, rtol=0, atol=0.01)
     # Later steps keep their own sigma, however near to 1.
-    late = FlowSDE(0.7)(x, v, scalars(1, 0.9998, 0.9995, 0.99, 0), 2)
+    late = FlowSDE(0.7)(x, v, f64([1, 0.9998, 0.9995, 0.99, 0]), 2)
     assert late.std.item() == pytest.approx(0.7 * math.sqrt(0.9995 / 0.0005 * 0.0095), abs=1e-10)
 
 
@@ -335,8 +330,8 @@ def test_annealed_noise_on_another_process_is_that_of_its_form():
 
 def test_euler_by_hand():
     x = torch.ones(1, dtype=F64)
-    assert Euler()(x, x / 2, scalars(0.8, 0.7), 0, None).item() == pytest.approx(0.95, abs=1e-12)
-    assert Euler()(x, x / 2, scalars(0.8, 0.7), 0, 9 * x).item() == pytest.approx(0.95, abs=1e-12)
+    assert Euler()(x, x / 2, f64([0.8, 0.7]), 0, None).item() == pytest.approx(0.95, abs=1e-12)
+    assert Euler()(x, x / 2, f64([0.8, 0.7]), 0, 9 * x).item() == pytest.approx(0.95, abs=1e-12)
 
 
 def dpm_2m(x: float, m0: float, m1: float, before: float, now: float, after: float) -> float:
@@ -349,14 +344,14 @@ def dpm_2m(x: float, m0: float, m1: float, before: float, now: float, after: flo
 
 def test_dpm_2m_published_vector():
     x = torch.ones(1, dtype=F64)
-    value = DPMSolver2M()(x, (x - 0.4) / 0.7, scalars(0.8, 0.7, 0.55), 1, 0.3 * x).item()
+    value = DPMSolver2M()(x, (x - 0.4) / 0.7, f64([0.8, 0.7, 0.55]), 1, 0.3 * x).item()
     assert value == pytest.approx(dpm_2m(1, 0.4, 0.3, 0.8, 0.7, 0.55), abs=1e-12) == pytest.approx(0.8842824, abs=5e-8)
 
 
 def test_dpm_is_of_first_order_without_a_history_and_around_sigma_one():
     # (s'/s) x + (1 - s'/s) x0, the ODE solved for constant x0, which is also the Euler step.
-    x, v, grid = draw(3, 4), draw(3, 4, seed=1), scalars(1, 0.9, 0.7, 0)
-    value = DPMSolver2M()(x, v, scalars(0.8, 0.6), 0, None)
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), f64([1, 0.9, 0.7, 0])
+    value = DPMSolver2M()(x, v, f64([0.8, 0.6]), 0, None)
     torch.testing.assert_close(value, 0.75 * x + 0.25 * (x - 0.8 * v), rtol=0, atol=1e-12)
     torch.testing.assert_close(value, x - 0.2 * v, rtol=0, atol=1e-12)
     torch.testing.assert_close(DPMSolver2M()(x, v, grid, 0, None), x - 0.1 * v, rtol=0, atol=1e-12)
@@ -368,7 +363,7 @@ def test_dpm_is_of_first_order_without_a_history_and_around_sigma_one():
 def test_dpm_ends_with_the_predicted_data():
     x, v = draw(3, 4), draw(3, 4, seed=1)
     for previous in (None, draw(3, 4, seed=2)):
-        assert torch.equal(DPMSolver2M()(x, v, scalars(0.5, 0.25, 0), 1, previous), predict_x0(x, v, 0.25))
+        assert torch.equal(DPMSolver2M()(x, v, f64([0.5, 0.25, 0]), 1, previous), predict_x0(x, v, 0.25))
 
 
 def solve(solver, steps: int) -> float:
