@@ -90,10 +90,6 @@ class Explained(PassRate):
 Source = Recorded | PassRate
 
 
-DISTANCES = ("squared", "smooth_l1")
-SPACES = ("output", "data")
-
-
 @part()
 class DataLoss:
     """Supervised term; base class.
@@ -188,8 +184,8 @@ class NoisedData(DataLoss):
 
     times: Times = Stratified(1)
     guidance: float = 1.0
-    distance: Annotated[str, OneOf(DISTANCES)] = "squared"
-    space: Annotated[str, OneOf(SPACES)] = "output"
+    distance: Annotated[str, OneOf(("squared", "smooth_l1"))] = "squared"
+    space: Annotated[str, OneOf(("output", "data"))] = "output"
 
 
 @part("data")
@@ -242,9 +238,6 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
                          "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")
 
 
-READERS = ("prompt", "scene")
-
-
 @part("data", target="images")
 class SelfAnswers(DataLoss):
     """Answers about the run's own images, by the weights that draw them (UniRL, 2505.23380): for models that read and
@@ -261,7 +254,7 @@ class SelfAnswers(DataLoss):
     """
 
     source: Source = PassRate(failed=False, mastered=True)
-    reader: Annotated[str, OneOf(READERS)] = "prompt"
+    reader: Annotated[str, OneOf(("prompt", "scene"))] = "prompt"
     questions: Annotated[int, AtLeast(1)] = 1
     samples: Annotated[int, AtLeast(0)] = 0
     images: Annotated[float, AtLeast(0)] = 0.0

@@ -341,14 +341,11 @@ class DPMSolver2M:
         return (after / sigma) * x - (1 - after) * (decay - 1) * (m0 + slope / 2)
 
 
-FLOWS = ("FlowMatch", "FlowMap")  # in the names of schedulers of flows
-
-
 def prediction(scheduler: Any) -> str:
     """Prediction type of a pipeline's network, by its scheduler: velocity for flows, consistency for an
     LCMScheduler, else epsilon, v_prediction or sample."""
     config = scheduler.config
-    if any(name in type(scheduler).__name__ for name in FLOWS) or config.get("use_flow_sigmas") \
+    if any(flow in type(scheduler).__name__ for flow in ("FlowMatch", "FlowMap")) or config.get("use_flow_sigmas") \
             or config.get("prediction_type") == "flow_prediction":
         return "velocity"
     if hasattr(scheduler, "get_scalings_for_boundary_condition_discrete"):
