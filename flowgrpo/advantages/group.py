@@ -72,10 +72,17 @@ class AdvantageRule(InDouble):
 # It compares with a history, or the whole batch.
 @part("advantage", single=lambda rule: rule.scale == "running", teaches=lambda rule: rule.scale == "running")
 class Advantage(AdvantageRule):
-    """`combine` with its settings, as a part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
+    """One advantage of several weighted rewards: [P, G, R] and weights [R] to [P, G], within +-clamp.
 
     scale: one of `group_relative`, or "running", which needs a context and keeps the last `buffer` rewards of every
-    prompt in its memory (see `running`).
+        prompt in its memory (see `running`).
+    order:
+      "advantages"  one advantage per reward, then their weighted sum (MixGRPO 2507.21802, DanceGRPO 2505.07818);
+      "gdpo"        the same, then less its mean and over its deviation in the whole batch (GDPO, 2601.05242; groups of
+                    zeros stay zeros);
+      "rewards"     the weighted sum of rewards, then one advantage (Flow-GRPO 2505.05470).
+    trim: the share of a group's samples at either end, rounded down, whose advantages become 0 (0 for none).
+    buffer, least: for scale "running" only.
     """
 
     scale: Annotated[str, OneOf((*SCALES, "running"), named=False)] = "group"
@@ -90,8 +97,23 @@ class Advantage(AdvantageRule):
             raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        return combine(rewards, weights, self.scale, self.order, self.clamp, self.trim, context, self.buffer,
-                       self.least)
+        weights = weights_like(rewards, weights)
+
+        def compare(reward: Tensor, column: int) -> Tensor:
+            if self.scale != "running":
+                return group_relative(reward, self.scale)
+            assert context is not None, "scale 'running' compares with earlier epochs: it needs a context"
+            return running(reward, context, column, self.buffer, self.least)
+
+        if self.order == "rewards":
+            advantages = compare(weighted_sum(rewards, weights), 0)
+        else:
+            terms = [compare(reward, column) for column, reward in enumerate(rewards.unbind(2))]
+            advantages = (torch.stack(terms, dim=2) * weights).sum(dim=2)
+        if self.order == "gdpo":
+            silent = (advantages == 0).all(dim=1, keepdim=True)
+            advantages = whiten(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
+        return trim_extremes(advantages, self.trim).clamp(-self.clamp, self.clamp)
 
 
 def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -159,49 +181,15 @@ def epochs_before(seen: dict[str, Any], prompt: str, epoch: int, present: list[A
     return entry["past"]  # type: ignore[no-any-return]  # JSON
 
 
-def combine(rewards: Tensor, weights: Tensor | Sequence[float], scale: str = "group", order: str = "advantages",
-            clamp: float = 5.0, trim: float = 0.0, context: Context | None = None, buffer: int = 32, least: int = 16
-            ) -> Tensor:
-    """Combine several rewards [P, G, R], weighted by `weights` [R], into one advantage [P, G] within +-clamp.
-
-    order:
-      "advantages"  one advantage per reward, then their weighted sum (MixGRPO 2507.21802, DanceGRPO 2505.07818);
-      "gdpo"        the same, then less its mean and over its deviation in the whole batch (GDPO, 2601.05242; groups of
-                    zeros stay zeros);
-      "rewards"     the weighted sum of rewards, then one advantage (Flow-GRPO 2505.05470).
-    trim: the share of a group's samples at either end, rounded down, whose advantages become 0 (0 for none).
-    context, buffer and least: for scale "running" only.
-    """
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}, expected one of {', '.join(ORDERS)}")
-    dtype, rewards, weights = _check_shapes(rewards, weights)
-
-    def compare(reward: Tensor, column: int) -> Tensor:
-        if scale != "running":
-            return group_relative(reward, scale)
-        assert context is not None, "scale 'running' compares with earlier epochs: it needs a context"
-        return running(reward, context, column, buffer, least)
-
-    if order == "rewards":
-        advantages = compare(weighted_sum(rewards, weights), 0)
-    else:
-        terms = [compare(reward, column) for column, reward in enumerate(rewards.unbind(2))]
-        advantages = (torch.stack(terms, dim=2) * weights).sum(dim=2)
-    if order == "gdpo":
-        silent = (advantages == 0).all(dim=1, keepdim=True)
-        advantages = whiten(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
-    return trim_extremes(advantages, trim).clamp(-clamp, clamp).to(dtype)
-
-
 def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
     """Weighted sum of several rewards [P, G, R]: [P, G].
 
     A missing reward is replaced by its group's mean, so its presence moves no sample. A sample without any is NaN.
     """
-    dtype, rewards, weights = _check_shapes(rewards, weights)
+    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
     missing = rewards.isnan()
     means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0)
-    total = (torch.where(missing, means, rewards) * weights).sum(dim=2)
+    total = (torch.where(missing, means, rewards) * weights_like(rewards, weights)).sum(dim=2)
     return total.masked_fill(missing.all(dim=2), torch.nan).to(dtype)
 
 
@@ -273,13 +261,6 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
         raise ValueError(f"{part}: {what} of {tuple(values.shape)} samples for rewards of "
                          f"{tuple(rewards.shape[:2])}, expected the same: it does not go with a method that branches")
     return values
-
-
-def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[torch.dtype, Tensor, Tensor]:
-    """Dtype of results, float32 at least, and rewards and weights in float64."""
-    double = rewards.double()
-    weights = weights_like(double, weights)
-    return wide(rewards)[0].dtype, double, weights
 
 
 def weights_like(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:

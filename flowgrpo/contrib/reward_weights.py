@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weights_like
+from flowgrpo.advantages.group import SCALES, Advantage, AdvantageRule, Clamp, group_relative, weights_like
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Context
 
@@ -94,7 +94,7 @@ class Hypervolume(AdvantageRule):
             run.memory["hypervolume"] = known
         added = hypervolume([*known["front"], means]) - hypervolume(known["front"])
         factor = 0.5 + 1.5 * math.tanh(added) if known["front"] else 1.0
-        return (combine(rewards, weights, clamp=float("inf")) * factor).clamp(-self.clamp, self.clamp)
+        return (Advantage(clamp=float("inf"))(rewards, weights) * factor).clamp(-self.clamp, self.clamp)
 
 
 def front(points: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -12,7 +12,6 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.group import (
     Advantage,
     below,
-    combine,
     running,
     trim_extremes,
     weighted_sum,
@@ -98,40 +97,40 @@ REWARDS = f64([[[1, 10], [2, 30], [3, 20]]])  # one prompt, three samples, two r
 
 def test_combining_advantages_by_hand():
     # Per reward -1, 0, 1 and -1, 1, 0.
-    close(combine(REWARDS, [1, 0.5]), [[-1.5, 0.5, 1]], 1e-7)
+    close(Advantage()(REWARDS, [1, 0.5]), [[-1.5, 0.5, 1]], 1e-7)
     # Sums 6, 17, 13 have mean 12 and deviation sqrt((36 + 25 + 1) / 2).
     std = math.sqrt(31)
-    close(combine(REWARDS, f64([1, 0.5]), order="rewards"), [[-6 / std, 5 / std, 1 / std]], 1e-7)
+    close(Advantage(order="rewards")(REWARDS, f64([1, 0.5])), [[-6 / std, 5 / std, 1 / std]], 1e-7)
     # The clamp comes after the sum: two rewards push the same way by 1 each with weight 4: 8 clamped to 5, once.
     rewards = f64([[[1, 1], [2, 2], [3, 3]]])
-    close(combine(rewards, [4, 4]), [[-5, 0, 5]], 1e-12)
-    close(combine(rewards, [4, 4], clamp=math.inf), [[-8, 0, 8]], 1e-6)
-    close(combine(rewards, [4, 4], "none", "rewards", clamp=3), [[-3, 0, 3]], 1e-12)
+    close(Advantage()(rewards, [4, 4]), [[-5, 0, 5]], 1e-12)
+    close(Advantage(clamp=math.inf)(rewards, [4, 4]), [[-8, 0, 8]], 1e-6)
+    close(Advantage("none", "rewards", clamp=3)(rewards, [4, 4]), [[-3, 0, 3]], 1e-12)
     # Group scale gives -1, 0, 1 and -1, 1, 0 for the first prompt, 1, -1, 0 and zeros for the second; weights 1 and 2.
     rewards = f64([[[1, 10], [2, 30], [3, 20]], [[9, 5], [3, 5], [6, 5]]])
     spread = math.sqrt((9 + 4 + 1 + 1 + 1) / 6) + 1e-4
     expected = [[-3, 2, 1], [1, -1, 0]]
-    close(combine(rewards, [1, 2], order="gdpo"), [[a / spread for a in row] for row in expected], 1e-7)
+    close(Advantage(order="gdpo")(rewards, [1, 2]), [[a / spread for a in row] for row in expected], 1e-7)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", ["advantages", "rewards"])
 def test_one_reward_of_weight_one_is_group_relative(scale, order):
     rewards = torch.randn(4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(combine(rewards[..., None], [1.0], scale, order), group_relative(rewards, scale))
+    assert torch.equal(Advantage(scale, order)(rewards[..., None], [1.0]), group_relative(rewards, scale))
 
 
 def test_a_missing_reward_adds_nothing_or_stands_at_its_groups_mean():
     rewards, whole_group = f64([[[1, NAN], [2, 30], [3, 10]]]), f64([[[1, NAN], [2, NAN], [3, NAN]]])
     root = 1 / math.sqrt(2)
-    close(combine(rewards, [1, 1]), [[-1, root, 1 - root]], 1e-7)
+    close(Advantage()(rewards, [1, 1]), [[-1, root, 1 - root]], 1e-7)
     for order in ("advantages", "rewards"):
-        close(combine(whole_group, [1, 1], order=order), [[-1, 0, 1]], 1e-7)
+        close(Advantage(order=order)(whole_group, [1, 1]), [[-1, 0, 1]], 1e-7)
     # In a sum the second reward, 30 and 10, stands at 20 for the first sample: sums 21, 32, 13.
-    close(combine(rewards, [1, 1], "none", "rewards", clamp=99), [[-1, 10, -9]], 1e-12)
+    close(Advantage("none", "rewards", clamp=99)(rewards, [1, 1]), [[-1, 10, -9]], 1e-12)
     # A sample to which nothing applies is left out, of the statistics too.
     rewards = f64([[[NAN, NAN], [2, 30], [3, 10]]])
-    close(combine(rewards, [1, 1], order="rewards"), [[0, root, -root]], 1e-7)
+    close(Advantage(order="rewards")(rewards, [1, 1]), [[0, root, -root]], 1e-7)
     # The missing 30 stands at the mean of 10 and 20; a sample without any reward is NaN.
     total = weighted_sum(f64([[[1, 10], [2, NAN], [3, 20], [NAN, NAN]]]), [1, 0.5])
     close(total[:, :3], [[6, 9.5, 13]])
@@ -257,13 +256,13 @@ def test_running_alone_reads_a_context():
 
 def test_gdpo_has_unit_deviation_and_the_shape_of_summed_advantages():
     rewards = draw(6, 8, 3)
-    advantages = combine(rewards, [1, 5, 2], order="gdpo", clamp=math.inf)
-    summed = combine(rewards, [1, 5, 2], clamp=math.inf)
+    advantages = Advantage(order="gdpo", clamp=math.inf)(rewards, [1, 5, 2])
+    summed = Advantage(clamp=math.inf)(rewards, [1, 5, 2])
     assert advantages.mean().item() == pytest.approx(0, abs=1e-12)
     assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-4)
     torch.testing.assert_close(advantages, summed / (summed.std(correction=0) + 1e-4), rtol=0, atol=1e-12)
     # What does not apply is left out. -1/sqrt(2), 1/sqrt(2) and three zeros: the deviation is sqrt(1/5).
-    advantages = combine(f64([[[1], [NAN], [3]], [[4], [4], [4]], [[NAN], [NAN], [NAN]]]), [1.0], order="gdpo")
+    advantages = Advantage(order="gdpo")(f64([[[1], [NAN], [3]], [[4], [4], [4]], [[NAN], [NAN], [NAN]]]), [1.0])
     high = math.sqrt(0.5) / (math.sqrt(0.2) + 1e-4)
     close(advantages, [[-high, 0, high], [0, 0, 0], [0, 0, 0]], 1e-7)
     assert (advantages[1:] == 0).all()
@@ -295,24 +294,17 @@ def test_trim_silences_both_tails_and_rounds_down(share, size, cut):
     assert torch.equal(kept[cut : size - cut], advantages[0, cut : size - cut])
     # A fifth of five is one sample at either end; ties go by position.
     rewards = f64([[[5], [1], [4], [2], [3]], [[0], [0], [9], [0], [0]]])
-    close(combine(rewards, [1.0], scale="none", trim=0.2), [[0, 0, 1, -1, 0], [0, -1.8, 0, -1.8, -1.8]])
-
-
-def test_the_part_passes_its_options_on():
-    rewards = draw(3, 10, 2)
-    assert torch.equal(Advantage()(rewards, [1, 2]), combine(rewards, [1, 2]))
-    part = Advantage(scale="leave_one_out", order="gdpo", clamp=1.2, trim=0.2)
-    assert torch.equal(part(rewards, [1, 2]), combine(rewards, [1, 2], "leave_one_out", "gdpo", 1.2, 0.2))
+    close(Advantage(scale="none", trim=0.2)(rewards, [1.0]), [[0, 0, 1, -1, 0], [0, -1.8, 0, -1.8, -1.8]])
 
 
 @pytest.mark.parametrize("call, told", [
     (lambda: group_relative(f64([1, 2])), r"rewards have shape \(2,\), expected \[prompts, samples per prompt\]"),
     (lambda: group_relative(f64([[1, 2]]), "std"), "scale is 'std', expected one of group, batch, none, leave_one_out"),
     (lambda: group_relative(f64([[1, 2]]), "running"), "scale is 'running', expected one of group, batch, none"),
-    (lambda: combine(REWARDS, [1.0]), r"shape \(1, 3, 2\) and weights \(1,\), expected .* one weight per reward"),
-    (lambda: combine(REWARDS[0], [1.0, 1.0]), r"shape \(3, 2\) and weights \(2,\), expected \[prompts, samples, r"),
-    (lambda: combine(REWARDS, [1.0, 1.0], order="sum"), "order is 'sum', expected one of advantages, rewards, gdpo"),
-    (lambda: combine(REWARDS, [1.0, 1.0], scale="std"), "scale is 'std', expected one of group, batch, none"),
+    (lambda: Advantage()(REWARDS, [1.0]), r"shape \(1, 3, 2\) and weights \(1,\), expected .* one weight per reward"),
+    (lambda: Advantage()(REWARDS[0], [1.0, 1.0]), r"shape \(3, 2\) and weights \(2,\), expected \[prompts, samples, r"),
+    (lambda: Advantage(order="sum")(REWARDS, [1.0, 1.0]), "order is 'sum', expected one of advantages, rewards, gdpo"),
+    (lambda: Advantage(scale="std")(REWARDS, [1.0, 1.0]), "scale is 'std', expected one of group, batch, none"),
     (lambda: weighted_sum(f64([[[1, 2]]]), [1.0]), r"shape \(1, 1, 2\) and weights \(1,\), expected")])
 def test_impossible_arguments_are_named(call, told):
     refused(told, call, error=ValueError)

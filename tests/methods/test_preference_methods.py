@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import DDPMScheduler
 
-from flowgrpo.advantages.group import combine
+from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config import load
 from flowgrpo.data.pairs import in_place
@@ -100,7 +100,7 @@ def test_the_label_is_the_advantages_reward(weights):
     part = Part(range(2), taken.prompts, None, (taken,), ())
     context = Context(rewards=RewardColumns(weights=weights), groups=PromptGroups(["a", "b"]))
     [found] = credit(method, [part], scores, weights, context, lambda values: values)
-    expected = combine(f64([[1, 0], [0, 1]])[..., None], [1.0], "batch", "rewards")
+    expected = Advantage("batch", "rewards")(f64([[1, 0], [0, 1]])[..., None], [1.0])
     torch.testing.assert_close(found.advantages[0].double(), expected.flatten(), rtol=0, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo import config, rewards
-from flowgrpo.advantages.group import combine
+from flowgrpo.advantages.group import Advantage
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.contrib import verdicts
@@ -227,8 +227,8 @@ def test_tolerance_and_saturated_tasks():
         return rewards.score(composed, texts, ["p"] * len(said), [{"task": task, "answer": answer}] * len(said))[None]
     [found] = scores("score", "4", 4, 4.4, 4.5, 3.6, 3.5)
     assert found[:, 0].tolist() == [1, 1, 0, 1, 0] and found[:, 1].isnan().all() and (found[:, 2] == 1).all()
-    assert (combine(scores("score", "4", 4, 4, 4, 4), weights) == 0).all()
-    going = combine(scores("damage", "blur", "blur", *["noise"] * 3), weights)
+    assert (Advantage()(scores("score", "4", 4, 4, 4, 4), weights) == 0).all()
+    going = Advantage()(scores("damage", "blur", "blur", *["noise"] * 3), weights)
     assert going[0, 0] == pytest.approx(0.75 / 0.5, abs=1e-6) and math.isclose(going.sum().item(), 0, abs_tol=1e-6)
 
 

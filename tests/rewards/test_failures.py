@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.advantages.group import ORDERS, SCALES, combine
+from flowgrpo.advantages.group import ORDERS, SCALES, Advantage
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
@@ -184,12 +184,12 @@ def test_missing_rewards_are_as_if_not_sampled(scale, order):
     others = torch.randn(3, 4, 2, dtype=torch.float64)
     lost = torch.full((3, 1, 2), NAN, dtype=torch.float64)
     with_lost = torch.cat([others[:, :1], lost, others[:, 1:]], 1)
-    found, expected = (combine(each, [1.0, 0.5], scale, order, context=Context(groups=PromptGroups(["p", "q", "r"])))
+    found, expected = (Advantage(scale, order)(each, [1.0, 0.5], Context(groups=PromptGroups(["p", "q", "r"])))
                        for each in (with_lost, others))
     torch.testing.assert_close(found[:, [0, 2, 3, 4]], expected, rtol=0, atol=1e-12)
     assert (found[:, 1] == 0).all() and expected.abs().min() > 0
     nothing = torch.full((2, 3, 2), NAN)
-    assert (combine(nothing, [1.0, 0.5], scale, order, context=Context(groups=PromptGroups(["p", "q"]))) == 0).all()
+    assert (Advantage(scale, order)(nothing, [1.0, 0.5], Context(groups=PromptGroups(["p", "q"]))) == 0).all()
 
 
 def missing(*places: int):
@@ -216,7 +216,7 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
     credited = list(loop.credit(trainer, parts, grouped, [prompt.text for prompt in batch]))
     kept = [[len(advantage) for advantage in part.advantages] for part in credited]
     assert kept == [[3, 3], [3, 3]] and all(len(part.transitions[0].x_next) == 3 for part in credited)
-    expected = combine(grouped[:, :, :1], [1.0])
+    expected = Advantage()(grouped[:, :, :1], [1.0])
     found = torch.stack([part.advantages[0] for part in credited])
     torch.testing.assert_close(found.flatten(), expected.flatten()[[0, 1, 3, 4, 6, 7]])
     metrics = trainer.scoring.metrics(grouped, said.append)
@@ -261,7 +261,7 @@ def test_epochs_without_rewards_and_transforms():
     assert 0 < grouped.std() < 0.2  # the mean of a channel, not its rank
     places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
     found = torch.stack([part.advantages[0] for part in credited])
-    torch.testing.assert_close(found.double(), combine(places, [1.0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.double(), Advantage()(places, [1.0]), rtol=0, atol=1e-5)
     assert trainer.scoring.metrics(grouped, [].append)["reward/red/mean"] == pytest.approx(grouped.mean().item())
 
 
