@@ -74,7 +74,8 @@ def test_it_is_of_the_stock_class_and_keeps_its_configuration():
 
 
 def test_timesteps_are_the_sigmas_of_the_segment_in_the_schedulers_unit():
-    task, stock = Segment(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3)), FlowMatchEulerDiscreteScheduler(500)
+    task = Segment(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3))
+    stock = FlowMatchEulerDiscreteScheduler(num_train_timesteps=500)
     policy, _ = following(task, stock, steps=99, device="cpu", sigmas=[1.0], mu=0.3)
     assert policy.timesteps.tolist() == [400.0, 250.0] and policy.num_inference_steps == 2
     assert policy.timesteps.dtype == torch.float32
