@@ -186,11 +186,10 @@ def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
 
     A missing reward is replaced by its group's mean, so its presence moves no sample. A sample without any is NaN.
     """
-    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
-    missing = rewards.isnan()
-    means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0)
-    total = (torch.where(missing, means, rewards) * weights_like(rewards, weights)).sum(dim=2)
-    return total.masked_fill(missing.all(dim=2), torch.nan).to(dtype)
+    double, missing = rewards.double(), rewards.isnan()
+    means = double.nanmean(dim=1, keepdim=True).nan_to_num(0)
+    total = (torch.where(missing, means, double) * weights_like(double, weights)).sum(dim=2)
+    return total.masked_fill(missing.all(dim=2), torch.nan).to(wide(rewards)[0].dtype)
 
 
 def whiten(values: Tensor, applies: Tensor) -> Tensor:

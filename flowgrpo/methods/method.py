@@ -224,7 +224,7 @@ class Method:
     @property
     def tuning(self) -> LayerTuning:
         """The supervised term of recorded steps; weight 0 of other targets."""
-        return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
+        return self.target.tuning if isinstance(self.target, RecordedSteps) else _UNTUNED
 
     @property
     def teaches_itself(self) -> bool:
@@ -278,6 +278,7 @@ def _inner(kernel: Any) -> Any:
     return kernel.kernel if isinstance(kernel, kernels.AnnealedNoise) else kernel
 
 
+_UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 

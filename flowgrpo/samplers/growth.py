@@ -297,7 +297,8 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """States [b,*D] of a batch and the model's output [b,*D]."""
-    exploration, steps = unwrap(part.exploration), sampler_steps(part)
+    exploration, steps = part.exploration, sampler_steps(part)
+    assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]
     x = to_device(before[0] if len(before) == 1 else torch.cat(before), policy.device)
@@ -311,7 +312,8 @@ def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: to
 
     x: the states [b,*D]; v: the model output [b,*D].
     """
-    exploration, device = unwrap(part.exploration), x.device
+    exploration, device = part.exploration, x.device
+    assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = to_device(taken.parent[low:high] - states.start, device)
     x_next = to_device(taken.x_next[low:high], device)

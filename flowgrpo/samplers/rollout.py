@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from flowgrpo.objectives.sequence_losses import token_mean
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import Kernel, LearnedNoise, Noisy, predict_x0, scale_noise, x0_from_noise
 from flowgrpo.samplers.plans import Schedule
@@ -222,11 +221,10 @@ class Part:
             entropy [b], their mean entropy, if each step has one
             expert [b], 1 for an answer that came with its prompt, if the part records answers
         """
-        found = {"logp": torch.stack(self._per_leaf(lambda old: token_mean(old.logp, old.mask))).mean(0),
+        found = {"logp": torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask))).mean(0),
                  "lengths": torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0)} | self.measured
         if all(taken.old.entropy is not None for taken in self.transitions):
-            entropies = self._per_leaf(lambda old: token_mean(unwrap(old.entropy), old.mask))
-            found["entropy"] = torch.stack(entropies).mean(0)
+            found["entropy"] = torch.stack(self._per_leaf(lambda old: _mean(unwrap(old.entropy), old.mask))).mean(0)
         expert = self.transitions[-1].expert  # of texts alone
         if expert is not None:
             found["expert"] = expert
@@ -259,6 +257,11 @@ def leaves_of(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     """Join the `leaves` of parts, which all have the same names."""
     leaves = [part.leaves() for part in parts]
     return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0, slices: int = 1, group: int = 0) -> Seed:

@@ -33,7 +33,7 @@ from tests.evaluation.test_images import make_run, pixels
 from tests.helpers import tiny
 from tests.helpers import tiny_text as tiny_language
 from tests.helpers.refusals import error_line, message, refused
-from tests.text.test_text_evaluate import SHORT, finished, save
+from tests.text.test_text_evaluate import SHORT, finished
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("columns")
     (folder / "short.py").write_text(SHORT)
     (folder / "prompts.txt").write_text("\n".join(tiny_language.PROMPTS))
-    lm = save(folder / "lm", tiny_language.model())
+    lm = tiny_language.save(folder / "lm", tiny_language.model())
     found = finished(folder / "run", tiny_language.policy(), model=str(lm), reward=f"{folder}/short.py:short",
                      prompts=str(folder / "prompts.txt"))
     own = tiny_language.stir(tiny_language.policy(), 0.6)

@@ -35,9 +35,9 @@ def square(step: tuple[float, float], first=(20.0, 20.0), seed: int = 0, frames:
     return torch.from_numpy(np.stack(clip)).float()[:, None].expand(-1, 3, -1, -1)
 
 
-def scored(name: str, clips: list[torch.Tensor], **args) -> list[float]:
+def scored(name: str, clips: list[torch.Tensor], metadata: list[dict] | None = None, **args) -> list[float]:
     count, reward = len(clips), rewards.find(name, args)
-    return rewards.score({name: reward}, torch.stack(clips), [""] * count, [{}] * count)[:, 0].tolist()
+    return rewards.score({name: reward}, torch.stack(clips), [""] * count, metadata or [{}] * count)[:, 0].tolist()
 
 
 # --- how much --------------------------------------------------------------------------------------------------------

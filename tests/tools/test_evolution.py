@@ -13,7 +13,7 @@ from flowgrpo.tools.experience import Library, learn, request
 from tests.helpers import tiny, tiny_text
 from tests.helpers.chat_endpoint import endpoint, said
 from tests.helpers.refusals import message
-from tests.text.test_text_evaluate import save
+from tests.helpers.tiny_text import save
 
 
 def products(weights) -> list[torch.Tensor]:

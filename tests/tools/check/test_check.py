@@ -25,7 +25,7 @@ from flowgrpo.tools.check.tiny import LARGEST, make
 from flowgrpo.training import memory
 from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
 from tests.helpers.refusals import printed
-from tests.text.test_text_evaluate import save
+from tests.helpers.tiny_text import save
 
 
 def exhausted(*_):
